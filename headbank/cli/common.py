@@ -1,0 +1,83 @@
+"""Options and helpers that several commands share."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from headbank.bank import Bank, find, read, shipped_root
+from headbank.errors import InputError
+from headbank.models.base import HeadRunner
+from headbank.types import VIEWS, View
+
+_Choice = TypeVar("_Choice", bound=str)
+
+ModelOption = Annotated[
+    str,
+    typer.Option("--model", help="Catalogue name, hub id, folder, GGUF file, or `fake`.", show_default=True),
+]
+BankOption = Annotated[
+    Path | None,
+    typer.Option("--bank", help="Folder of head banks; the banks shipped with the package if not given."),
+]
+ViewOption = Annotated[str, typer.Option(help=f"Source rows of the heads: {', '.join(VIEWS)}.")]
+DTypeOption = Annotated[
+    str, typer.Option(help="auto takes bfloat16 where the device multiplies it natively, else float32.")
+]
+DeviceOption = Annotated[str, typer.Option(help="auto takes cuda where there is one, else cpu.")]
+ThreadsOption = Annotated[
+    int | None, typer.Option(help="CPU threads of the model; all cores if not given.", min=1)
+]
+DenseModelOption = Annotated[
+    str,
+    typer.Option(
+        "--dense-model", help="Embedding model of the method `dense`: catalogue name, hub id or folder."
+    ),
+]
+
+
+def open_bank(root: Path | None, runner: HeadRunner) -> Bank:
+    """The bank of a loaded model, from `root` or from those shipped with the package."""
+    return read(find(root or shipped_root(), runner.info))
+
+
+def parse_views(value: str) -> tuple[View, ...]:
+    """`query`, `response` or `both`. Raises InputError for anything else."""
+    if value == "both":
+        return VIEWS
+    for view in VIEWS:
+        if value == view:
+            return (view,)
+    raise InputError("view", f"must be one of {', '.join(VIEWS)}, both")
+
+
+def parse_choice(field: str, value: str | None, choices: Sequence[_Choice]) -> _Choice | None:
+    """`value` as one of `choices`, None as it is. Raises InputError naming the field and the choices."""
+    for choice in choices:
+        if value == choice:
+            return choice
+    if value is None:
+        return None
+    raise InputError(field, f"must be one of {', '.join(choices)}")
+
+
+def sample_progress() -> Progress:
+    """A progress bar over samples with elapsed and remaining time."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        speed_estimate_period=600,
+    )

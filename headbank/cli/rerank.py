@@ -1,0 +1,170 @@
+"""`headrank rerank`: rank documents of a file or of standard input, offline."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from headbank.cli.common import (
+    BankOption,
+    DenseModelOption,
+    DeviceOption,
+    DTypeOption,
+    ModelOption,
+    ThreadsOption,
+    ViewOption,
+    open_bank,
+    parse_choice,
+)
+from headbank.data.requests import RankRequest, read_requests
+from headbank.errors import DataError, InputError
+from headbank.models.catalogue import DEFAULT_EMBEDDING, DEFAULT_MODEL
+from headbank.rerankers.base import Reranker
+from headbank.types import AGGREGATIONS, VIEWS, Ranking, RankOptions
+
+METHODS = ("heads", "bm25", "dense")
+
+
+def rerank_command(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE", help="Documents or requests; - is standard input.")
+    ] = "-",
+    query: Annotated[
+        str | None, typer.Option("--query", "-q", help="The query; without it FILE holds requests.")
+    ] = None,
+    model: ModelOption = DEFAULT_MODEL,
+    bank: BankOption = None,
+    method: Annotated[str, typer.Option(help=f"One of {', '.join(METHODS)}.")] = "heads",
+    view: ViewOption = "query",
+    aggregation: Annotated[
+        str | None, typer.Option(help=f"{', '.join(AGGREGATIONS)}; the bank's choice if not given.")
+    ] = None,
+    top_n: Annotated[int | None, typer.Option(help="Print the best N documents.", min=1)] = None,
+    max_tokens_per_doc: Annotated[int | None, typer.Option(help="Cut longer documents.", min=1)] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Show each head's vote and the evidence.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per request.")] = False,
+    dump: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write token ids, spans, source rows, heads and their masses of one request to FILE.npz."
+        ),
+    ] = None,
+    dense_model: DenseModelOption = DEFAULT_EMBEDDING,
+    dtype: DTypeOption = "auto",
+    device: DeviceOption = "auto",
+    threads: ThreadsOption = None,
+) -> None:
+    """Rank documents: a line each, JSONL `{text, title?}`, or JSONL requests `{query, documents}`."""
+    options = RankOptions(
+        view=parse_choice("view", view, VIEWS) or "query",
+        aggregation=parse_choice("aggregation", aggregation, AGGREGATIONS),
+        max_tokens_per_doc=max_tokens_per_doc,
+        explain=explain,
+    )
+    if method not in METHODS:
+        raise InputError("method", f"must be one of {', '.join(METHODS)}")
+    requests = _read(source, query)
+    if dump is not None and (method != "heads" or len(requests) != 1 or not requests[0].documents):
+        raise InputError("dump", "needs the method heads and one request with documents")
+    reranker = open_reranker(method, model, bank, dense_model, dtype=dtype, device=device, threads=threads)
+    for request in requests:
+        ranking = reranker.rank(request.query, request.documents, options)
+        if as_json:
+            typer.echo(json.dumps(to_json(ranking, request, top_n), ensure_ascii=False))
+        else:
+            print_ranking(Console(), ranking, request, top_n)
+    if dump is not None:
+        from headbank.jobs.dump import dump_ranking
+        from headbank.rerankers.heads import HeadReranker
+
+        assert isinstance(reranker, HeadReranker)
+        dump_ranking(reranker, requests[0].query, requests[0].documents, options, dump)
+
+
+def open_reranker(
+    method: str,
+    model: str,
+    bank: Path | None,
+    dense_model: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    threads: int | None = None,
+) -> Reranker:
+    """Load what a method needs, and nothing else."""
+    if method == "bm25":
+        from headbank.rerankers.bm25 import BM25
+
+        return BM25()
+    if method == "dense":
+        from headbank.rerankers.dense import Dense
+
+        return Dense(dense_model)
+    from headbank.models.loading import load_runner
+    from headbank.rerankers.heads import HeadReranker
+
+    runner = load_runner(model, dtype=dtype, device=device, threads=threads)
+    return HeadReranker(runner, open_bank(bank, runner))
+
+
+def to_json(ranking: Ranking, request: RankRequest, top_n: int | None) -> dict[str, Any]:
+    """The ranking as the HTTP service would shape it, with votes and evidence when they were asked for."""
+    content: dict[str, Any] = {
+        "query": request.query,
+        "method": ranking.method,
+        "results": [
+            {"index": i, "relevance_score": ranking.scores[i], "document": {"text": request.documents[i]}}
+            for i in ranking.order[:top_n]
+        ],
+        "input_tokens": ranking.input_tokens,
+        "cut": list(ranking.cut),
+        "seconds": ranking.seconds,
+    }
+    if ranking.votes:
+        content["votes"] = [
+            {"head": str(v.head), "mass": v.mass, "mean": v.mean, "ranks": v.ranks} for v in ranking.votes
+        ]
+        content["evidence"] = [
+            {"index": s.document, "start": s.start, "end": s.end, "text": s.text, "weight": s.weight}
+            for s in ranking.snippets
+        ]
+    return content
+
+
+def print_ranking(console: Console, ranking: Ranking, request: RankRequest, top_n: int | None) -> None:
+    """The ranking as a table: place, score, per-head ranks, the start of the document or its evidence."""
+    title = f"{request.query}  [{ranking.method}, {sum(ranking.seconds.values()):.2f} s]"
+    table = Table(title=title, title_justify="left")
+    for name in ("#", "doc", "score"):
+        table.add_column(name, justify="right")
+    if ranking.votes:
+        table.add_column("rank by head: " + " ".join(str(v.head) for v in ranking.votes))
+    table.add_column("evidence" if ranking.snippets else "document")
+    evidence = {s.document: s.text for s in reversed(ranking.snippets)}
+    for place, index in enumerate(ranking.order[:top_n], 1):
+        votes = (
+            [" ".join(f"{v.ranks[index]:>{len(str(v.head))}}" for v in ranking.votes)]
+            if ranking.votes
+            else []
+        )
+        text = evidence.get(index, request.documents[index][:120])
+        table.add_row(str(place), str(index), f"{ranking.scores[index]:.4f}", *votes, " ".join(text.split()))
+    console.print(table, markup=False)
+    if ranking.cut:
+        console.print(f"cut to the token limit: {', '.join(map(str, ranking.cut))}")
+
+
+def _read(source: str, query: str | None) -> list[RankRequest]:
+    if source == "-":
+        return read_requests(sys.stdin, query, "standard input")
+    try:
+        with Path(source).open(encoding="utf-8", errors="replace") as file:
+            return read_requests(file, query, source)
+    except OSError as error:
+        raise DataError(source, f"cannot be read: {error.strerror}") from error

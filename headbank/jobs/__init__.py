@@ -1,0 +1,1 @@
+"""Offline compositions: capture, selection, evaluation."""

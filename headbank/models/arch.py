@@ -1,0 +1,118 @@
+"""What identifies a model: its shape, its windows, and hashes that survive quantisation and file formats."""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from headbank.errors import UnsupportedModel
+from headbank.types import ModelInfo
+
+TESTED_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "olmo2", "phi3"})
+"""`model_type`s with an eager parity test; a model of another family is checked once when it is loaded."""
+
+_FORWARD_FIELDS = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "hidden_activation",
+    "rms_norm_eps",
+    "rope_parameters",
+    "attn_logit_softcapping",
+    "query_pre_attn_scalar",
+    "attention_bias",
+)
+
+_TOKENIZER_PROBE = (
+    "The quick brown fox, 3.14159 and 2026-01-31!\n\n\tdef f(x): return x**2  # café naïve Ångström\r\n"
+    "日本語の文章と中文句子。한국어 문장. Привет, мир. مرحبا 🙂👩‍👩‍👧 "
+    "<|im_end|> </s> <end_of_turn> <unk> 'tis don't WE'LL"
+)
+
+
+def _canonical(value: Any) -> Any:
+    """Numbers as rounded floats (a GGUF header stores float32), dictionaries without empty entries."""
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return f"{float(value):.6g}"
+    if isinstance(value, dict):
+        return {k: _canonical(v) for k, v in sorted(value.items()) if v is not None}
+    return [_canonical(v) for v in value]
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """Sliding window of each layer in tokens, None where the layer sees the whole context. [L]"""
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(config, "layer_types", None)
+    if window is None or kinds is None:
+        return (window,) * int(config.num_hidden_layers)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Hash of how the tokenizer encodes a fixed text in many scripts, with special tokens split and whole."""
+    ids = [
+        tokenizer(_TOKENIZER_PROBE, add_special_tokens=False, split_special_tokens=split)["input_ids"]
+        for split in (True, False)
+    ]
+    return _digest([ids, tokenizer.bos_token_id])
+
+
+def norm_hashes(layers: torch.nn.ModuleList) -> tuple[str, ...]:
+    """Per layer, a hash of its norm weights rounded to bfloat16. [L]
+
+    Quantised files keep norms in full precision and fine-tuning moves them, so this tells a fine-tune from its base
+    while a quantised copy of the same model still fits its bank.
+    """
+    hashes = []
+    for layer in layers:
+        digest = hashlib.sha256()
+        for name, weight in sorted(layer.named_parameters()):
+            if weight.dim() == 1 and "norm" in name:
+                digest.update(weight.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
+        hashes.append(digest.hexdigest()[:16])
+    return tuple(hashes)
+
+
+def describe(model: Any, tokenizer: Any, *, model_id: str, revision: str, template_hash: str) -> ModelInfo:
+    """Identity and shape of a loaded model. Raises UnsupportedModel when it has no softmax attention layers."""
+    config = model.config.get_text_config()
+    layers = getattr(model.base_model, "layers", None)
+    if layers is None or not hasattr(config, "num_attention_heads"):
+        raise UnsupportedModel(
+            f"{config.model_type}: no list of decoder layers with attention heads was found"
+        )
+    n_heads = int(config.num_attention_heads)
+    d_head = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
+    fields = {name: _canonical(getattr(config, name, None)) for name in _FORWARD_FIELDS}
+    fields["head_dim"] = _canonical(d_head)
+    fields["windows"] = _canonical(list(layer_windows(config)))
+    return ModelInfo(
+        model_id=model_id,
+        revision=revision,
+        config_hash=_digest(fields),
+        n_layers=len(layers),
+        n_heads=n_heads,
+        n_kv_heads=int(getattr(config, "num_key_value_heads", None) or n_heads),
+        d_model=int(config.hidden_size),
+        d_head=d_head,
+        context_tokens=int(config.max_position_embeddings),
+        windows=layer_windows(config),
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        template_hash=template_hash,
+        norm_hashes=norm_hashes(layers),
+        dtype=str(model.dtype).removeprefix("torch."),
+    )

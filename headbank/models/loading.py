@@ -1,0 +1,96 @@
+"""From a name, a folder or a GGUF file to a runner. No code from a model's repository is ever executed."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+from headbank.errors import InputError, ModelError
+from headbank.models.base import HeadRunner
+from headbank.models.catalogue import resolve
+from headbank.models.fake import FakeRunner
+from headbank.models.hf import HFRunner
+from headbank.models.tap import ATTENTION_NAME
+
+DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
+
+
+def default_device() -> str:
+    """`cuda` where there is one, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def default_dtype(device: str) -> torch.dtype:
+    """bfloat16 where the device multiplies it natively, else float32.
+
+    On a processor without such instructions bfloat16 is several times slower than float32, not faster.
+    """
+    if device.startswith("cuda"):
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+    found = torch.cpu.get_capabilities()
+    return torch.bfloat16 if found.get("avx512_bf16") or found.get("amx_bf16") else torch.float32
+
+
+def load_runner(
+    model: str, *, dtype: str = "auto", device: str = "auto", threads: int | None = None
+) -> HeadRunner:
+    """Load an engine.
+
+    `model` is `fake`, a catalogue name, a hub id, a folder, or a GGUF file. `threads` bounds torch's threads.
+    Raises ModelError when it cannot be found or loaded, UnsupportedModel when its attention cannot be tapped.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    if model == "fake":
+        return FakeRunner()
+    where = default_device() if device == "auto" else device
+    kind = default_dtype(where) if dtype == "auto" else getattr(torch, dtype, None)
+    if not isinstance(kind, torch.dtype):
+        raise InputError("dtype", "must be auto, float32, bfloat16, float16 or float64")
+    source = resolve(model)
+    network, tokenizer = _load(source, kind)
+    name = Path(source).expanduser().stem if _is_path(model) else model
+    return HFRunner(
+        network.to(where),
+        tokenizer,
+        model_id=name,
+        revision=getattr(network.config, "_commit_hash", None) or "",
+    )
+
+
+def _is_path(model: str) -> bool:
+    return Path(model).expanduser().exists()
+
+
+def _load(source: Path | str, dtype: torch.dtype) -> tuple[Any, Any]:
+    options: dict[str, Any] = {"trust_remote_code": False}
+    place: str = str(source)
+    if isinstance(source, Path):
+        file = _gguf_file(source)
+        if file is not None:
+            place, options["gguf_file"] = str(file.parent), file.name
+    loading: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "use_safetensors": True}
+    if "gguf_file" in options:
+        loading["quantization_config"] = GgufConfig(dequantize=True)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(place, **options)
+        network = AutoModelForCausalLM.from_pretrained(place, **options, **loading)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{source} cannot be loaded as a causal language model ({type(error).__name__}: {error}); give a catalogue "
+            "name fetched by `headrank pull`, a hub id, a folder with safetensors, or a GGUF file"
+        ) from error
+    return network, tokenizer
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """The GGUF file that `path` is or holds, None for a folder in Hugging Face's format."""
+    if path.is_file():
+        return path
+    if (path / "config.json").exists():
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        raise ModelError(f"{path} holds {len(files)} GGUF files; name the one to load")
+    return files[0] if files else None

@@ -1,0 +1,154 @@
+"""Prompts from token-id segments: spans are recorded while building, never searched for afterwards.
+
+    prefix   chat template head + instruction
+    document label, text, separator          (one group per document; the span is the text alone)
+    tail     "Question:" + the query + request for a short answer + chat template end
+
+Fixed parts are encoded with their special tokens; user text is encoded with special tokens split, so that a
+document that spells `<|im_end|>` stays text. Every segment is encoded on its own, which keeps a document's tokens
+the same wherever it stands.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from threading import Lock
+from typing import Any
+
+from headbank.errors import InputError, InputTooLong, ModelError
+from headbank.types import PromptLayout, Span
+
+INSTRUCTION = "Answer the question with the help of these documents.\n\n"
+LABEL = "Document {number}:\n"
+SEPARATOR = "\n\n"
+QUESTION = "Question:\n"
+REQUEST = "\n\nAnswer the question in a few words. Write the answer only."
+
+CHARS_PER_TOKEN = 40
+"""Text beyond this many characters per allowed token is cut before encoding, which bounds the encoder's time."""
+
+_SLOT = "headrank-slot"
+
+_DAY = datetime(2024, 7, 26)
+"""The day that chat templates print: a bank must not depend on the date it was made or is used."""
+
+_LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def _chat_frame(tokenizer: Any) -> tuple[str, str]:
+    """The chat template's text before and after a single user message; empty strings for a base model."""
+    if not tokenizer.chat_template:
+        return "", ""
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _SLOT}],
+        tokenize=False,
+        add_generation_prompt=True,
+        enable_thinking=False,
+        # Llama's templates read the first, SmolLM3's, Mistral's and Granite's call the second.
+        date_string=_DAY.strftime("%d %b %Y"),
+        strftime_now=_DAY.strftime,
+    )
+    if text.count(_SLOT) != 1:
+        raise ModelError("the model's chat template does not show a user message exactly once")
+    head, end = text.split(_SLOT)
+    return head, end
+
+
+class PromptBuilder:
+    """Builds `joint` prompts for one tokenizer: every document follows the others in one causal context."""
+
+    def __init__(self, tokenizer: Any, context_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        # Splitting special tokens is a setting of the shared encoder, flipped by each call.
+        self._lock = Lock()
+        self.context_tokens = context_tokens
+        head, end = _chat_frame(tokenizer)
+        if not head and tokenizer.bos_token is not None:
+            head = tokenizer.bos_token
+        self._prefix = self._fixed(head + INSTRUCTION)
+        self._separator = self._fixed(SEPARATOR)
+        self._question = self._fixed(QUESTION)
+        self._request = self._fixed(REQUEST + end)
+        described = ["joint-1", LABEL, self._prefix, self._separator, self._question, self._request]
+        self.template_hash = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
+
+    def _fixed(self, text: str) -> list[int]:
+        with self._lock:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+    def _user(self, texts: Sequence[str], *, offsets: bool = False) -> Any:
+        """Encoding of user text: its special tokens split, half a surrogate pair (legal in JSON) as U+FFFD."""
+        with self._lock:
+            return self._tokenizer(
+                [_LONE_SURROGATE.sub("\ufffd", text) for text in texts],
+                add_special_tokens=False,
+                split_special_tokens=True,
+                return_offsets_mapping=offsets,
+                verbose=False,
+            )
+
+    def _question_ids(self, query: str) -> list[int]:
+        half = self.context_tokens // 2
+        ids: list[int] = self._user([query[: half * CHARS_PER_TOKEN]])["input_ids"][0]
+        if len(ids) > half or len(query) > half * CHARS_PER_TOKEN:
+            raise InputTooLong("query", f"takes more than {half} tokens, half of the model's context", half)
+        return ids
+
+    def build(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        max_tokens_per_doc: int | None = None,
+        reserve_tokens: int = 0,
+    ) -> PromptLayout:
+        """Lay out a prompt, documents in the given order (see `headbank.models.base.Prompts.build`)."""
+        limit = self.context_tokens
+        if max_tokens_per_doc is not None:
+            limit = min(limit, max_tokens_per_doc)
+        if limit < 1:
+            raise InputError("max_tokens_per_doc", "must be at least 1", 1)
+        question = self._question_ids(query)
+        ids = list(self._prefix)
+        spans: list[Span] = []
+        cut: list[int] = []
+        bodies = (
+            self._user([d[: limit * CHARS_PER_TOKEN] for d in documents])["input_ids"] if documents else []
+        )
+        for index, (document, body) in enumerate(zip(documents, bodies, strict=True)):
+            if len(body) > limit or len(document) > limit * CHARS_PER_TOKEN:
+                cut.append(index)
+            ids += self._fixed(LABEL.format(number=index + 1))
+            spans.append(Span(len(ids), len(ids) + len(body[:limit])))
+            ids += body[:limit]
+            ids += self._separator
+        tail_start = len(ids)
+        ids += self._question
+        query_span = Span(len(ids), len(ids) + len(question))
+        ids += question + self._request
+        room = self.context_tokens - reserve_tokens
+        if len(ids) > room:
+            raise InputTooLong(
+                "documents",
+                f"{len(documents)} documents and the query take {len(ids)} tokens, the model's context has room for "
+                f"{room}; send fewer documents or a smaller max_tokens_per_doc",
+                room,
+            )
+        return PromptLayout(tuple(ids), len(self._prefix), tuple(spans), tail_start, query_span, tuple(cut))
+
+    def offsets(self, document: str, n_tokens: int) -> list[tuple[int, int]]:
+        """Character range of each of the first `n_tokens` tokens of a document.
+
+        A token that holds only a part of a character (byte-level pieces of an emoji) gets the range of the whole
+        character.
+        """
+        n_chars = max(n_tokens, 1) * CHARS_PER_TOKEN
+        while True:
+            found = self._user([document[:n_chars]], offsets=True)["offset_mapping"][0]
+            if len(found) > n_tokens or n_chars >= len(document):
+                return [(int(a), int(b)) for a, b in found[:n_tokens]]
+            # Runs of blanks or dashes take more characters per token.
+            n_chars *= 2

@@ -1,0 +1,1 @@
+"""HeadRank's HTTP service: rerank dialects in front of one engine process."""

@@ -1,0 +1,287 @@
+"""The parent's side of the engine: one child process, a bounded queue in front of it, restarts after it.
+
+Everything here runs on the event loop and never blocks it; what blocks on the child happens in one thread
+per child.
+"""
+
+import asyncio
+import logging
+import multiprocessing
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Literal, TypeVar
+
+from headbank.errors import EngineError, EngineOverloaded, EngineUnavailable, HeadRankError
+from headbank.types import Ranking
+from service.engine import EngineInfo, Job, LoadEngine, load_engine, run
+from service.errors import DeadlineExceeded
+from service.settings import Settings
+
+_log = logging.getLogger("headrank.worker")
+
+State = Literal["starting", "ready", "restarting", "failed", "stopped"]
+
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 30.0
+"""Pause before a restart; doubles while restarts fail."""
+
+_END_S = 5.0
+"""Seconds a killed process gets to disappear."""
+
+_NEWEST_SHARE = 0.2
+"""Weight of the newest job in the running mean of their seconds, from which Retry-After is estimated."""
+
+Answer = TypeVar("Answer")
+
+
+class _Gone(Exception):
+    """The child process has ended or is stuck; the text says which."""
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A request that waits for its turn or its answer; its future is done when nobody waits any more."""
+
+    job: Job
+    answer: "asyncio.Future[Ranking]"
+    arrived: float
+    deadline: float
+
+
+class _Child:
+    """One child process and the thread that talks to it."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="headrank-engine")
+        self._process: multiprocessing.process.BaseProcess | None = None
+        self._pipe: Connection | None = None
+        self.gone = asyncio.Event()
+
+    async def start(self, load: LoadEngine, settings: Settings) -> EngineInfo:
+        """Start the process and wait until it has loaded. Raises what it failed with, or _Gone."""
+        loop = asyncio.get_running_loop()
+        process, self._pipe = await loop.run_in_executor(self._thread, _spawn, load, settings)
+        self._process = process
+        loop.add_reader(process.sentinel, self._on_exit)
+        return await self._exchange(None, EngineInfo, settings.start_timeout_s)
+
+    async def ask(self, job: Job, timeout_s: float) -> Ranking:
+        """Have one job answered. Raises the HeadRankError of the engine, or _Gone."""
+        return await self._exchange(job, Ranking, timeout_s)
+
+    async def _exchange(self, job: Job | None, kind: type[Answer], timeout_s: float) -> Answer:
+        assert self._pipe is not None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await loop.run_in_executor(self._thread, _exchange, self._pipe, job)
+        except TimeoutError:
+            raise _Gone(f"the engine process gave no answer for {timeout_s:g} s") from None
+        except (EOFError, OSError):
+            await self._wait_exit()
+            raise _Gone(f"the engine process ended with exit code {self._exit_code()}") from None
+        except Exception as error:
+            raise _Gone(f"the engine's answer cannot be read ({type(error).__name__})") from None
+        if isinstance(answer, HeadRankError):
+            raise answer
+        if not isinstance(answer, kind):
+            raise _Gone("the engine process answered out of turn")
+        return answer
+
+    def _on_exit(self) -> None:
+        assert self._process is not None
+        asyncio.get_running_loop().remove_reader(self._process.sentinel)
+        self.gone.set()
+
+    async def _wait_exit(self) -> None:
+        try:
+            async with asyncio.timeout(_END_S):
+                await self.gone.wait()
+        except TimeoutError:
+            _log.error("the engine process does not end")
+
+    def _exit_code(self) -> int | None:
+        return self._process.exitcode if self._process else None
+
+    async def end(self) -> None:
+        """Kill the process if it still runs, and release its thread."""
+        if self._process is not None and self._pipe is not None:
+            self._process.kill()
+            await self._wait_exit()
+            self._process.join(0)
+            self._pipe.close()
+        self._thread.shutdown(wait=False)
+
+
+def _spawn(load: LoadEngine, settings: Settings) -> tuple[multiprocessing.process.BaseProcess, Connection]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=run,
+        args=(theirs, load, settings.model_copy(update={"api_keys": ()})),
+        name="headrank-engine",
+        daemon=True,
+    )
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _exchange(pipe: Connection, job: Job | None) -> object:
+    if job is not None:
+        pipe.send(job)
+    return pipe.recv()
+
+
+class Worker:
+    """Keeps one engine running and gives it one job after the other."""
+
+    def __init__(self, settings: Settings, load: LoadEngine = load_engine) -> None:
+        """`load` runs in the child process, so it must be importable there."""
+        self._settings = settings
+        self._load = load
+        self._waiting: deque[_Pending] = deque()
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._job_s = 1.0
+        self._busy = False
+        self.info: EngineInfo | None = None
+        self.state: State = "starting"
+        self.reason = ""
+        """Why the engine is not ready; empty while it is."""
+        self.restarts = 0
+        self.fatal: HeadRankError | None = None
+        self.on_fatal: Callable[[], None] | None = None
+        """Called when the first start has failed; `fatal` says why. No restart is tried then."""
+
+    @property
+    def waiting(self) -> int:
+        """Requests in the queue, the one being answered not counted."""
+        return len(self._waiting)
+
+    async def start(self) -> None:
+        """Begin to load the engine; returns at once."""
+        self._task = asyncio.create_task(self._supervise())
+
+    async def stop(self) -> None:
+        """End the engine; requests that still wait fail."""
+        self._set_state("stopped", "the service is stopping")
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for pending in self._waiting:
+            _fail(pending, EngineUnavailable(self.reason))
+
+    async def submit(self, job: Job) -> Ranking:
+        """Have a job answered; `seconds` of the ranking gets `queue`. Cancel it to leave the queue.
+
+        Raises EngineUnavailable while no engine is ready, EngineOverloaded when the queue is full,
+        DeadlineExceeded, and the engine's own errors.
+        """
+        if self.state != "ready":
+            raise EngineUnavailable(f"the engine is not ready ({self.state})")
+        # An idle engine takes one more out of the queue as soon as it gets to run.
+        if self.waiting >= self._settings.queue_requests + (not self._busy):
+            raise EngineOverloaded("the queue is full", min(60.0, self._job_s * (self.waiting + 1)))
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._settings.request_timeout_s
+        pending = _Pending(job, loop.create_future(), loop.time(), deadline)
+        self._waiting.append(pending)
+        self._wake.set()
+        try:
+            async with asyncio.timeout_at(deadline):
+                return await pending.answer
+        except TimeoutError:
+            limit = self._settings.request_timeout_s
+            raise DeadlineExceeded(f"no answer within {limit:g} s") from None
+        finally:
+            # Awaiting a future cancels it along, so the engine skips it; the place in the queue is free at
+            # once.
+            if pending in self._waiting:
+                self._waiting.remove(pending)
+
+    def _set_state(self, state: State, reason: str = "") -> None:
+        self.state, self.reason = state, reason
+
+    async def _supervise(self) -> None:
+        """Start an engine, feed it until it is gone, start the next."""
+        pause = FIRST_BACKOFF_S
+        while True:
+            child = _Child()
+            try:
+                self.info = await child.start(self._load, self._settings)
+                pause = FIRST_BACKOFF_S
+                self._set_state("ready")
+                _log.info("the engine is ready: model %s", self._settings.model_name)
+                await self._feed(child)
+            except Exception as error:
+                # Whatever it was, requests must learn that there is no engine, and there must be one again.
+                self._set_state("restarting", str(error))
+                _log.error("%s: %s", type(error).__name__, error)
+                if self.info is None:
+                    self._give_up(error if isinstance(error, HeadRankError) else EngineError(str(error)))
+                    return
+            finally:
+                await child.end()
+            self.restarts += 1
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, LONGEST_BACKOFF_S)
+
+    def _give_up(self, error: HeadRankError) -> None:
+        self.fatal = error
+        self._set_state("failed", str(error))
+        if self.on_fatal is not None:
+            self.on_fatal()
+
+    async def _feed(self, child: _Child) -> None:
+        """Give the child one job after the other. Raises _Gone when it has ended."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._busy = False
+            pending = await self._next(child)
+            self._busy = True
+            started = loop.time()
+            # A forward pass cannot be interrupted: it may overrun its deadline, by as much again before it
+            # counts as stuck.
+            patience_s = pending.deadline - started + self._settings.request_timeout_s
+            try:
+                ranking = await child.ask(pending.job, patience_s)
+            except HeadRankError as error:
+                _fail(pending, error)
+            except _Gone:
+                _fail(pending, EngineUnavailable("the engine process ended while it worked on this request"))
+                raise
+            except asyncio.CancelledError:
+                _fail(pending, EngineUnavailable("the service is stopping"))
+                raise
+            else:
+                queue_s = started - pending.arrived
+                if not pending.answer.done():
+                    pending.answer.set_result(replace(ranking, seconds=ranking.seconds | {"queue": queue_s}))
+            self._job_s += _NEWEST_SHARE * (loop.time() - started - self._job_s)
+
+    async def _next(self, child: _Child) -> _Pending:
+        """The oldest request that somebody still waits for. Raises _Gone when the child ends meanwhile."""
+        while True:
+            while self._waiting:
+                pending = self._waiting.popleft()
+                if not pending.answer.done():
+                    return pending
+            self._wake.clear()
+            wake = asyncio.create_task(self._wake.wait())
+            gone = asyncio.create_task(child.gone.wait())
+            try:
+                await asyncio.wait((wake, gone), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                wake.cancel()
+                gone.cancel()
+            if child.gone.is_set():
+                raise _Gone("the engine process ended while idle")
+
+
+def _fail(pending: _Pending, error: HeadRankError) -> None:
+    if not pending.answer.done():
+        pending.answer.set_exception(error)

@@ -1,0 +1,117 @@
+"""The picture of a bank, read back from the figure's artists."""
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.axes import Axes
+from matplotlib.collections import PathCollection
+from matplotlib.figure import Figure
+
+from headbank.bank import Bank
+from headbank.errors import BankError
+from headbank.jobs.plots import EXPERT, FILL, head_map
+from headbank.types import VIEWS, HeadId, HeadSet, View
+from tests.bank.sample_bank import model_info, sample_bank
+
+
+def panels(figure: Figure) -> list[Axes]:
+    """The heat maps and the bars, without the colour bars."""
+    return figure.axes[:3]
+
+
+def marks(axes: Axes) -> dict[str, list[tuple[int, int]]]:
+    """(layer, head) of every marker, by the first words of its legend entry."""
+    found = [artist for artist in axes.collections if isinstance(artist, PathCollection)]
+    return {
+        str(artist.get_label()).rsplit(" ", 1)[0]: [
+            (int(y), int(x)) for x, y in np.asarray(artist.get_offsets())
+        ]
+        for artist in found
+    }
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    raw = path.read_bytes()
+    assert raw[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", raw[16:24])
+    return width, height
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_the_voters_are_marked_and_named(tmp_path: Path, view: View) -> None:
+    figure = head_map(sample_bank(), view, tmp_path / "heads.png")
+    assert png_size(tmp_path / "heads.png") == (1600, 900)
+    for axes in panels(figure)[:2]:
+        assert marks(axes) == {EXPERT: [(4, 1), (2, 3)], FILL: [(5, 0)]}
+        assert sorted(text.get_text() for text in axes.texts) == ["L2H3", "L4H1", "L5H0"]
+    assert f"{view} view" in figure.get_suptitle()
+
+
+def test_the_colours_are_the_worst_placement(tmp_path: Path) -> None:
+    bank = sample_bank()
+    figure = head_map(bank, "query", tmp_path / "heads.png")
+    frequency, soft = (axes.images[0].get_array() for axes in panels(figure)[:2])
+    # In the sample bank f rises and the average precision falls from placement to placement.
+    assert np.array_equal(np.asarray(frequency), bank.maps["expert.query.frequency"][0].numpy())
+    assert np.array_equal(np.asarray(soft), bank.maps["expert.query.soft"][2].numpy())
+    for axes in panels(figure)[:2]:
+        assert axes.images[0].get_cmap().name == "viridis"
+        assert axes.get_ylim()[0] < axes.get_ylim()[1], "layer 0 is at the bottom"
+
+
+def test_the_bars_count_sensitive_heads_and_voters(tmp_path: Path) -> None:
+    bars = panels(head_map(sample_bank(), "query", tmp_path / "heads.png"))[2]
+    widths = [bar.get_width() for bar in bars.patches]
+    assert widths[:6] == [0, 0, 4, 0, 1, 0]
+    assert widths[6:] == [0, 0, 1, 0, 1, 1]
+
+
+def _wide(heads: tuple[HeadId, ...], layers: int, strict: int) -> Bank:
+    maps = {f"expert.query.{name}": torch.zeros(2, layers, 32) for name in ("frequency", "soft")}
+    maps["expert.query.sensitive"] = torch.zeros(layers, 32, dtype=torch.uint8)
+    chosen = HeadSet("q", "query", heads, "borda", strict)
+    return sample_bank(info=model_info(n_layers=layers, n_heads=32), maps=maps, head_sets={"q": chosen})
+
+
+def test_names_of_one_layer_never_overlap_and_stay_in_the_panel(tmp_path: Path) -> None:
+    heads = tuple(
+        HeadId(layer, head) for layer, head in [(5, 16), (5, 17), (5, 18), (5, 0), (5, 31), (6, 15), (4, 17)]
+    )
+    figure = head_map(_wide(heads, 36, 0), "query", tmp_path / "heads.png")
+    for axes in panels(figure)[:2]:
+        assert marks(axes) == {FILL: [tuple(head) for head in heads]}
+        assert " ".join(text.get_text() for text in axes.texts).split() == [
+            str(head) for head in sorted(heads)
+        ]
+        boxes = [text.get_window_extent() for text in axes.texts]
+        assert len(boxes) == 5
+        assert not [1 for i, a in enumerate(boxes) for b in boxes[:i] if a.overlaps(b)]
+        assert all(axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 for box in boxes)
+
+
+def test_a_deep_model_gets_a_higher_picture(tmp_path: Path) -> None:
+    figure = head_map(_wide((HeadId(70, 3),), 80, 1), "query", tmp_path / "heads.png")
+    assert png_size(tmp_path / "heads.png") == (1600, 1725)
+    assert marks(panels(figure)[0]) == {EXPERT: [(70, 3)]}
+
+
+def test_the_first_set_of_the_view_is_drawn(tmp_path: Path) -> None:
+    sets = {name: HeadSet(name, "query", (HeadId(i, 0),), "borda", 1) for i, name in [(1, "z"), (2, "a")]}
+    figure = head_map(sample_bank(head_sets=sets), "query", tmp_path / "heads.png")
+    assert marks(panels(figure)[0]) == {EXPERT: [(2, 0)]}
+
+
+def test_what_the_bank_lacks_is_named(tmp_path: Path) -> None:
+    bank = sample_bank()
+    with pytest.raises(BankError, match=r"no head set of the view response"):
+        head_map(
+            sample_bank(head_sets={"expert_query": bank.head_sets["expert_query"]}),
+            "response",
+            tmp_path / "x",
+        )
+    with pytest.raises(BankError, match=r"no map expert.query.frequency"):
+        head_map(sample_bank(maps={}), "query", tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
