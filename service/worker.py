@@ -81,8 +81,7 @@ class _Child:
         except TimeoutError:
             raise _Gone(f"the engine process gave no answer for {timeout_s:g} s") from None
         except (EOFError, OSError):
-            await self._wait_exit()
-            raise _Gone(f"the engine process ended with exit code {self._exit_code()}") from None
+            raise _Gone(await self.ended()) from None
         except Exception as error:
             raise _Gone(f"the engine's answer cannot be read ({type(error).__name__})") from None
         if isinstance(answer, HeadRankError):
@@ -96,22 +95,18 @@ class _Child:
         asyncio.get_running_loop().remove_reader(self._process.sentinel)
         self.gone.set()
 
-    async def _wait_exit(self) -> None:
-        try:
-            async with asyncio.timeout(_END_S):
-                await self.gone.wait()
-        except TimeoutError:
-            _log.error("the engine process does not end")
-
-    def _exit_code(self) -> int | None:
-        return self._process.exitcode if self._process else None
+    async def ended(self) -> str:
+        """Wait until the process is gone, and say how it went."""
+        assert self._process is not None
+        # The sentinel fires a moment before the exit code can be had, so it is no substitute for joining.
+        await asyncio.to_thread(self._process.join, _END_S)
+        return f"the engine process ended with exit code {self._process.exitcode}"
 
     async def end(self) -> None:
         """Kill the process if it still runs, and release its thread."""
         if self._process is not None and self._pipe is not None:
             self._process.kill()
-            await self._wait_exit()
-            self._process.join(0)
+            await self.ended()
             self._pipe.close()
         self._thread.shutdown(wait=False)
 
@@ -279,7 +274,7 @@ class Worker:
                 wake.cancel()
                 gone.cancel()
             if child.gone.is_set():
-                raise _Gone("the engine process ended while idle")
+                raise _Gone(await child.ended())
 
 
 def _fail(pending: _Pending, error: HeadRankError) -> None:

@@ -28,4 +28,10 @@ def pull_command(
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(name, total=None)
         folder = pull(name, to, lambda done, total: progress.update(task, completed=done, total=total))
+    from headbank.models.gguf import gguf_file, unpacked
+
+    file = gguf_file(folder)
+    if file is not None:
+        with Console(stderr=True).status(f"unpacking {file.name} (once)"):
+            unpacked(file)
     typer.echo(str(folder))

@@ -11,6 +11,7 @@ Three formats, told apart by the fields of each item, in a JSON list or one item
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -144,9 +145,7 @@ def read_samples(path: str | Path, limit: int | None = None) -> list[Sample]:
     samples: list[Sample] = []
     taken: set[str] = set()
     try:
-        for index, (line, where, item) in enumerate(_items(Path(path))):
-            if limit is not None and index >= limit:
-                break
+        for index, (line, where, item) in enumerate(islice(_items(Path(path)), limit)):
             parsed = _parse(name, line, where, item)
             samples.append(parsed.sample(_unique(parsed.id or str(index), index, taken)))
     except OSError as error:

@@ -87,14 +87,22 @@ def norm_hashes(layers: torch.nn.ModuleList) -> tuple[str, ...]:
     return tuple(hashes)
 
 
-def describe(model: Any, tokenizer: Any, *, model_id: str, revision: str, template_hash: str) -> ModelInfo:
-    """Identity and shape of a loaded model. Raises UnsupportedModel when it has no softmax attention layers."""
+def decoder_layers(model: Any) -> torch.nn.ModuleList:
+    """The decoder layers of a causal language model. Raises UnsupportedModel when no list of them is found."""
     config = model.config.get_text_config()
-    layers = getattr(model.base_model, "layers", None)
-    if layers is None or not hasattr(config, "num_attention_heads"):
+    layers: torch.nn.ModuleList | None = getattr(model.base_model, "layers", None)
+    needed = ("num_attention_heads", "max_position_embeddings")
+    if layers is None or not all(hasattr(config, name) for name in needed):
         raise UnsupportedModel(
             f"{config.model_type}: no list of decoder layers with attention heads was found"
         )
+    return layers
+
+
+def describe(model: Any, tokenizer: Any, *, model_id: str, revision: str, template_hash: str) -> ModelInfo:
+    """Identity and shape of a loaded model. Raises UnsupportedModel when it has no softmax attention layers."""
+    config = model.config.get_text_config()
+    layers = decoder_layers(model)
     n_heads = int(config.num_attention_heads)
     d_head = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
     fields = {name: _canonical(getattr(config, name, None)) for name in _FORWARD_FIELDS}

@@ -4,13 +4,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from headbank.errors import InputError, ModelError
 from headbank.models.base import HeadRunner
 from headbank.models.catalogue import resolve
 from headbank.models.fake import FakeRunner
+from headbank.models.gguf import gguf_file, unpacked
 from headbank.models.hf import HFRunner
+from headbank.models.hub import require_on_hub
 from headbank.models.tap import ATTENTION_NAME
 
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
@@ -64,33 +67,23 @@ def _is_path(model: str) -> bool:
 
 
 def _load(source: Path | str, dtype: torch.dtype) -> tuple[Any, Any]:
-    options: dict[str, Any] = {"trust_remote_code": False}
-    place: str = str(source)
-    if isinstance(source, Path):
-        file = _gguf_file(source)
-        if file is not None:
-            place, options["gguf_file"] = str(file.parent), file.name
-    loading: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION_NAME, "use_safetensors": True}
-    if "gguf_file" in options:
-        loading["quantization_config"] = GgufConfig(dequantize=True)
+    disable_progress_bar()
+    if isinstance(source, str):
+        require_on_hub(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(place, **options)
-        network = AutoModelForCausalLM.from_pretrained(place, **options, **loading)
+        file = gguf_file(source) if isinstance(source, Path) else None
+        place = str(source if file is None else unpacked(file))
+        tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        network = AutoModelForCausalLM.from_pretrained(
+            place,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"{source} cannot be loaded as a causal language model ({type(error).__name__}: {error}); give a catalogue "
-            "name fetched by `headrank pull`, a hub id, a folder with safetensors, or a GGUF file"
+            f"{source} cannot be loaded as a causal language model ({type(error).__name__}: {error}); give a "
+            "catalogue name fetched by `headrank pull`, a hub id, a folder with safetensors, or a GGUF file"
         ) from error
     return network, tokenizer
-
-
-def _gguf_file(path: Path) -> Path | None:
-    """The GGUF file that `path` is or holds, None for a folder in Hugging Face's format."""
-    if path.is_file():
-        return path
-    if (path / "config.json").exists():
-        return None
-    files = sorted(path.glob("*.gguf"))
-    if len(files) > 1:
-        raise ModelError(f"{path} holds {len(files)} GGUF files; name the one to load")
-    return files[0] if files else None

@@ -12,8 +12,8 @@ the same wherever it stands.
 import hashlib
 import json
 import re
+import unicodedata
 from collections.abc import Sequence
-from datetime import datetime
 from threading import Lock
 from typing import Any
 
@@ -29,10 +29,16 @@ REQUEST = "\n\nAnswer the question in a few words. Write the answer only."
 CHARS_PER_TOKEN = 40
 """Text beyond this many characters per allowed token is cut before encoding, which bounds the encoder's time."""
 
+_LONGEST_TOKEN = 256
+"""Characters; the longest tokens of the public tokenizers are runs of 128 blanks."""
+
 _SLOT = "headrank-slot"
 
-_DAY = datetime(2024, 7, 26)
+_DAY = "26 Jul 2024"
 """The day that chat templates print: a bank must not depend on the date it was made or is used."""
+
+_FIXED_CLOCK = "{% macro strftime_now(format) %}" + _DAY + "{% endmacro %}\n"
+"""Hides the clock of templates that call it (SmolLM3, Mistral, Granite); Llama's read `date_string`."""
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -43,17 +49,23 @@ def _chat_frame(tokenizer: Any) -> tuple[str, str]:
         return "", ""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": _SLOT}],
+        chat_template=_FIXED_CLOCK + tokenizer.get_chat_template(),
         tokenize=False,
         add_generation_prompt=True,
         enable_thinking=False,
-        # Llama's templates read the first, SmolLM3's, Mistral's and Granite's call the second.
-        date_string=_DAY.strftime("%d %b %Y"),
-        strftime_now=_DAY.strftime,
+        date_string=_DAY,
     )
     if text.count(_SLOT) != 1:
         raise ModelError("the model's chat template does not show a user message exactly once")
     head, end = text.split(_SLOT)
     return head, end
+
+
+def _with_accents(text: str, end: int) -> int:
+    """`end`, moved past the combining marks that stand there; a tokenizer that composes them leaves them out."""
+    while end < len(text) and unicodedata.combining(text[end]):
+        end += 1
+    return end
 
 
 class PromptBuilder:
@@ -142,13 +154,16 @@ class PromptBuilder:
     def offsets(self, document: str, n_tokens: int) -> list[tuple[int, int]]:
         """Character range of each of the first `n_tokens` tokens of a document.
 
-        A token that holds only a part of a character (byte-level pieces of an emoji) gets the range of the whole
-        character.
+        A token that holds only a part of a character (byte-level pieces of an emoji, a letter whose accents follow
+        as characters of their own) gets the range of the whole character.
         """
-        n_chars = max(n_tokens, 1) * CHARS_PER_TOKEN
+        if n_tokens < 1:
+            return []
+        n_chars = n_tokens * CHARS_PER_TOKEN + _LONGEST_TOKEN
         while True:
-            found = self._user([document[:n_chars]], offsets=True)["offset_mapping"][0]
-            if len(found) > n_tokens or n_chars >= len(document):
-                return [(int(a), int(b)) for a, b in found[:n_tokens]]
-            # Runs of blanks or dashes take more characters per token.
+            found = self._user([document[:n_chars]], offsets=True)["offset_mapping"][0][:n_tokens]
+            # Tokens near a cut may not be those of the whole text.
+            settled = len(found) == n_tokens and found[-1][1] + _LONGEST_TOKEN <= n_chars
+            if settled or n_chars >= len(document):
+                return [(int(a), _with_accents(document, int(b))) for a, b in found]
             n_chars *= 2

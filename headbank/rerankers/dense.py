@@ -72,6 +72,7 @@ class Dense:
         limit = room - len(prompt)
         if options.max_tokens_per_doc is not None:
             limit = min(limit, options.max_tokens_per_doc)
+        n_read = [specials + len(prompt) + min(len(found), limit) for found in offsets]
         cut = tuple(i for i, found in enumerate(offsets) if len(found) > limit)
         texts = list(documents)
         for i in cut:
@@ -84,9 +85,7 @@ class Dense:
             scores=scores,
             order=order,
             method=self.name,
-            input_tokens=len(asked)
-            + specials
-            + sum(min(len(o), limit) + len(prompt) + specials for o in offsets),
+            input_tokens=specials + len(asked) + sum(n_read),
             cut=cut,
             seconds={
                 "tokenise": tokenised - started,

@@ -3,6 +3,7 @@
 import threading
 import time
 import unicodedata
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -239,7 +240,9 @@ def test_threads_never_share_the_encoder() -> None:
     expected = prompts.build(QUERY, DOCUMENTS)
     spy.pause_s = 0.001
     built: list[PromptLayout] = []
-    threads = [threading.Thread(target=lambda: built.append(prompts.build(QUERY, DOCUMENTS))) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: built.append(prompts.build(QUERY, DOCUMENTS))) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -261,16 +264,18 @@ def test_offsets_are_the_characters_of_each_token(text: str, nfc: bool) -> None:
     assert offsets[-1][1] == len(text)
     for start, end in offsets:
         assert 0 <= start < end <= len(text)
-    for (_, end), (start, _) in zip(offsets, offsets[1:], strict=False):
+    for (_, end), (start, _) in pairwise(offsets):
         # Nothing is skipped; pieces of one character share its range.
         assert start <= end
-    assert offsets == sorted(offsets)
+    assert [start for start, _ in offsets] == sorted(start for start, _ in offsets)
     for (start, end), token in zip(offsets, layout.ids[span.start : span.end], strict=True):
         piece = tokenizer.decode([token])
-        if "\ufffd" not in piece:
-            assert unicodedata.normalize("NFC", text[start:end]) == unicodedata.normalize("NFC", piece)
-        else:
-            assert end - start >= 1
+        if "\ufffd" in piece:
+            continue
+        # The piece itself, with the accents that may follow it.
+        assert text[start:end].startswith(piece)
+        assert all(unicodedata.combining(c) for c in text[start + len(piece) : end])
+        assert not unicodedata.combining(text[end : end + 1] or " ")
     assert prompts.offsets(text, 2) == offsets[:2]
     assert prompts.offsets(text, 0) == []
 
@@ -280,15 +285,21 @@ def test_offsets_of_a_byte_piece_cover_the_whole_character() -> None:
     assert builder().offsets("a🙂b", 6) == [(0, 1), (1, 2), (1, 2), (1, 2), (1, 2), (2, 3)]
 
 
+@pytest.mark.parametrize("nfc", [False, True])
+def test_offsets_keep_a_letter_and_its_accent_together(nfc: bool) -> None:
+    text = unicodedata.normalize("NFD", "né!")
+    assert len(text) == 4
+    starts_and_ends = set(builder(nfc=nfc).offsets(text, 9))
+    assert {(0, 1), (1, 3), (3, 4)} <= starts_and_ends
+    assert max(end for start, end in starts_and_ends if start == 1) == 3
+
+
 def test_offsets_reach_the_last_token_of_text_with_few_tokens() -> None:
-    """Runs of one word take more characters per token than the encoder's first bound assumes."""
-    word = "x" * 90
-    tokenizer = tiny_tokenizer(extra_words=(word,))
-    prompts = PromptBuilder(tokenizer, CONTEXT)
-    text = f"{word} {word} {word} {word}"
-    span = prompts.build("Who?", [text]).documents[0]
-    assert span.length == 7
-    assert prompts.offsets(text, 7)[-1] == (273, 363)
+    """A long run of dashes takes more characters per token than the encoder's bound assumes."""
+    prompts = PromptBuilder(tiny_tokenizer(extra_tokens=("-" * 90,)), CONTEXT)
+    text = "-" * 900
+    assert prompts.build("Who?", [text]).documents[0].length == 10
+    assert prompts.offsets(text, 10) == [(start, start + 90) for start in range(0, 900, 90)]
 
 
 def test_offsets_encode_a_bounded_part_of_a_huge_document() -> None:
@@ -296,7 +307,7 @@ def test_offsets_encode_a_bounded_part_of_a_huge_document() -> None:
     prompts = PromptBuilder(spy, CONTEXT)
     spy.lengths.clear()
     assert len(prompts.offsets("é" * 1_000_000, 7)) == 7
-    assert max(spy.lengths) == 7 * CHARS_PER_TOKEN
+    assert max(spy.lengths) <= 7 * CHARS_PER_TOKEN + 256
 
 
 def test_a_base_model_without_a_template_starts_with_its_bos() -> None:
@@ -338,7 +349,7 @@ def test_a_template_that_does_not_show_the_message_once_is_refused(template: str
     [
         ("{{ date_string if date_string is defined else strftime_now('%f') }}", "26 Jul 2024"),
         # With microseconds, so that the real time would give another prompt at every call.
-        ("{{ strftime_now('%d %B %Y %H:%M:%S.%f') }}", "26 July 2024 00:00:00.000000"),
+        ("{{ strftime_now('%d %B %Y %H:%M:%S.%f') }}", "26 Jul 2024"),
     ],
 )
 def test_a_template_that_prints_the_day_prints_a_fixed_one(date: str, printed: str) -> None:
@@ -349,7 +360,9 @@ def test_a_template_that_prints_the_day_prints_a_fixed_one(date: str, printed: s
 
 
 def test_thinking_is_off_where_the_template_offers_it() -> None:
-    template = CHAT_TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<no think>{% endif %}"
+    template = (
+        CHAT_TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<no think>{% endif %}"
+    )
     layout = builder(chat_template=template).build("Who?", [])
     assert tiny_tokenizer().decode(layout.ids).endswith("assistant\n<no think>")
 

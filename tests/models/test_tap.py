@@ -35,7 +35,9 @@ def one_row(
 ) -> Tensor:
     """A causal softmax row written out, one dot product at a time. [T]"""
     position = row + T - query.shape[2]
-    scores = torch.stack([0.3 * (query[mate, head, row] * key[mate, key_head, j]).sum() for j in range(position + 1)])
+    scores = torch.stack(
+        [0.3 * (query[mate, head, row] * key[mate, key_head, j]).sum() for j in range(position + 1)]
+    )
     weights = torch.exp(bend(scores))
     return torch.cat([weights / weights.sum(), torch.zeros(T - position - 1, dtype=torch.float64)])
 
@@ -73,9 +75,7 @@ def test_head_h_reads_the_keys_of_its_group() -> None:
 def test_soft_cap() -> None:
     query, key = states()
     source = torch.full((B, 1), T - 1)
-    rows = attention_rows(
-        query, key, None, heads=torch.tensor([4]), source=source, scaling=0.3, softcap=0.7
-    )
+    rows = attention_rows(query, key, None, heads=torch.tensor([4]), source=source, scaling=0.3, softcap=0.7)
     expected = one_row(
         query, key, mate=1, head=4, key_head=1, row=T - 1, bend=lambda s: 0.7 * torch.tanh(s / 0.7)
     )
@@ -92,7 +92,9 @@ def test_masks_bool_additive_and_per_head() -> None:
     additive = torch.zeros(B, 1, T, T, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float64).min)
 
     plain = attention_rows(query, key, None, **options)
-    torch.testing.assert_close(attention_rows(query, key, causal[None, None], **options), plain, atol=0, rtol=0)
+    torch.testing.assert_close(
+        attention_rows(query, key, causal[None, None], **options), plain, atol=0, rtol=0
+    )
 
     rows = attention_rows(query, key, seen, **options)
     torch.testing.assert_close(rows[0], plain[0], atol=0, rtol=0)
@@ -119,7 +121,11 @@ def test_a_mask_wider_than_the_keys_is_cut() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_rows_are_float32_even_for_half_precision_states(dtype: torch.dtype) -> None:
     query, key = (state.to(dtype) for state in states())
-    options: dict[str, Any] = {"heads": torch.tensor([0, 5]), "source": torch.tensor([[6], [3]]), "scaling": 0.3}
+    options: dict[str, Any] = {
+        "heads": torch.tensor([0, 5]),
+        "source": torch.tensor([[6], [3]]),
+        "scaling": 0.3,
+    }
     rows = attention_rows(query, key, None, **options)
     assert rows.dtype == torch.float32
     exact = attention_rows(query.double(), key.double(), None, **options)
@@ -166,7 +172,9 @@ class Calls:
     def __init__(self, model: Any) -> None:
         self.seen: Counter[str] = Counter()
         self._handles = [
-            module.register_forward_pre_hook(self._counter(name)) for name, module in model.named_modules() if name
+            module.register_forward_pre_hook(self._counter(name))
+            for name, module in model.named_modules()
+            if name
         ]
 
     def _counter(self, name: str) -> Callable[..., None]:
@@ -202,7 +210,10 @@ def test_nothing_runs_after_the_queries_and_keys_of_the_last_layer(family: str, 
     for layer in range(model.config.num_hidden_layers):
         begins, ends = (1 if layer <= stop_at else 0), (1 if layer < stop_at else 0)
         name = f"model.layers.{layer}"
-        counts = {part: calls.seen[f"{name}.{part}"] for part in (f"self_attn.{projection}", "self_attn.o_proj", "mlp")}
+        counts = {
+            part: calls.seen[f"{name}.{part}"]
+            for part in (f"self_attn.{projection}", "self_attn.o_proj", "mlp")
+        }
         assert counts == {f"self_attn.{projection}": begins, "self_attn.o_proj": ends, "mlp": ends}, name
     assert calls.seen["model.norm"] == calls.seen["lm_head"] == 0
     assert set(short.chunks) == set(heads)

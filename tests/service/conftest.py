@@ -73,14 +73,26 @@ def fake_engine():
     return load_engine(Settings(model="fake"))
 
 
+@pytest.fixture(scope="session")
+def _apps():
+    return {}
+
+
 @pytest.fixture
-def wire(fake_engine):
-    """Makes the app over the fake engine, or another one, with the given settings."""
+def wire(fake_engine, _apps):
+    """Makes the app over the fake engine, or another one, with the given settings.
+
+    Apps over the fake engine are kept, since building one takes most of a test's time; metrics count on.
+    """
 
     def make(engine=None, **options):
         settings = Settings(**{"model": "fake", **options})
-        worker = InlineWorker(settings, engine or fake_engine)
-        return Wire(create_app(settings, worker), worker)
+        key = (id(engine), settings.model_dump_json())
+        if key not in _apps or engine is not None:
+            worker = InlineWorker(settings, engine or fake_engine)
+            _apps[key] = Wire(create_app(settings, worker), worker)
+        _apps[key].worker.jobs.clear()
+        return _apps[key]
 
     return make
 

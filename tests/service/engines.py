@@ -33,13 +33,6 @@ INFO = EngineInfo(
 )
 
 
-class Unpicklable(Exception):
-    """Travels out of the child, but cannot be read in the parent."""
-
-    def __init__(self, one, two):
-        super().__init__(one)
-
-
 class ScriptedEngine:
     """Does what the first word of the query says; longer documents rank first."""
 

@@ -1,6 +1,7 @@
 """The engine process and its queue, with engines that do what they are told."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
 import time
@@ -21,6 +22,11 @@ from service.engine import Job
 from service.errors import DeadlineExceeded, InternalError
 from service.settings import Settings
 from service.worker import Worker
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch):
+    monkeypatch.setattr("service.worker.FIRST_BACKOFF_S", 0.05)
 
 
 def job(query, documents=("a", "ccc", "bb")):
@@ -47,8 +53,6 @@ def with_worker(scenario, load=load_scripted, **options):
 
 
 def pid_of(worker):
-    import multiprocessing
-
     [child] = [p for p in multiprocessing.active_children() if p.name == "headrank-engine"]
     assert worker.state == "ready"
     return child.pid
@@ -189,6 +193,7 @@ def test_engine_that_ends_while_idle_comes_back():
         old = pid_of(worker)
         os.kill(old, signal.SIGKILL)
         await until(lambda: worker.state == "restarting")
+        assert worker.reason == "the engine process ended with exit code -9"
         await until(lambda: worker.state == "ready")
         assert pid_of(worker) != old
         return await worker.submit(job("plain"))
@@ -221,15 +226,15 @@ def test_answer_out_of_turn_replaces_the_engine():
 
 
 @pytest.mark.parametrize(
-    ("load", "kind", "message"),
+    ("load", "timeout_s", "kind", "message"),
     [
-        (load_mismatch, BankError, "template_hash is 'new', the bank has 'old'; recalibrate with"),
-        (load_bug, EngineError, "the engine failed to start: KeyError: 'config'"),
-        (load_dies, EngineError, "the engine process ended with exit code 3"),
-        (load_never, EngineError, "the engine process gave no answer for 3 s"),
+        (load_mismatch, 60, BankError, "template_hash is 'new', the bank has 'old'; recalibrate with"),
+        (load_bug, 60, EngineError, "the engine failed to start: KeyError: 'config'"),
+        (load_dies, 60, EngineError, "the engine process ended with exit code 3"),
+        (load_never, 0.5, EngineError, "the engine process gave no answer for 0.5 s"),
     ],
 )
-def test_first_start_that_fails_is_final(load, kind, message):
+def test_first_start_that_fails_is_final(load, timeout_s, kind, message):
     async def scenario(worker):
         assert worker.state == "failed"
         assert isinstance(worker.fatal, kind)
@@ -238,7 +243,7 @@ def test_first_start_that_fails_is_final(load, kind, message):
         with pytest.raises(EngineUnavailable, match="failed"):
             await worker.submit(job("plain"))
 
-    with_worker(scenario, load, start_timeout_s=3.0)
+    with_worker(scenario, load, start_timeout_s=timeout_s)
 
 
 def test_stop_fails_what_still_waits():

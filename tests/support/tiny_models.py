@@ -95,13 +95,15 @@ def tiny_config(family: str, **changes: Any) -> Any:
 def tiny_tokenizer(
     *,
     extra_words: tuple[str, ...] = (),
+    extra_tokens: tuple[str, ...] = (),
     chat_template: str | None = CHAT_TEMPLATE,
     nfc: bool = False,
     bos: str | None = None,
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer of under 512 tokens with ChatML special tokens; any text decodes to itself.
 
-    `extra_words` become one token each; `nfc` composes accents first, as Qwen's tokenizer does.
+    `extra_words` become one token each where they stand alone, `extra_tokens` anywhere; `nfc` composes accents
+    first, as Qwen's tokenizer does.
     """
     raw = Tokenizer(models.BPE())
     raw.normalizer = normalizers.NFC() if nfc else None
@@ -117,6 +119,7 @@ def tiny_tokenizer(
         ),
     )
     raw.add_tokens([AddedToken(word, single_word=True, normalized=False) for word in extra_words])
+    raw.add_tokens([AddedToken(token, normalized=False) for token in extra_tokens])
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=raw,
         eos_token="<|im_end|>",
@@ -178,7 +181,9 @@ def eager(model: Any) -> Iterator[Any]:
     """
     softmax = torch.nn.functional.softmax
 
-    def wide(scores: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, **rest: Any) -> torch.Tensor:
+    def wide(
+        scores: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, **rest: Any
+    ) -> torch.Tensor:
         return softmax(scores, dim=dim, dtype=None if scores.dtype == torch.float64 else dtype, **rest)
 
     name = model.config._attn_implementation

@@ -1,0 +1,1 @@
+"""Methods of ranking, one file each, all behind `base.Reranker`."""
