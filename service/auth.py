@@ -19,7 +19,8 @@ def check_key(request: Request, keys: Sequence[SecretStr]) -> None:
         return
     header = request.headers.get("authorization", "").strip()
     scheme, _, rest = header.partition(" ")
-    given = (rest.strip() if scheme.lower() == "bearer" else header).encode()
+    # Header bytes reach us decoded as Latin-1.
+    given = (rest.strip() if scheme.lower() == "bearer" else header).encode("latin-1")
     matches = [hmac.compare_digest(given, key.get_secret_value().encode()) for key in keys]
     if not any(matches):
         raise Unauthorized("the API key is missing or wrong; send it as Authorization: Bearer KEY")

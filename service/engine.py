@@ -143,7 +143,7 @@ def load_engine(settings: Settings) -> Engine:
         device="cpu" if device == "cpu" else "gpu",
         head_sets=_voting_sets(heads, settings),
     )
-    engine = RerankEngine(info, {"heads": heads, "bm25": BM25()}, lambda: _load_dense(settings.dense_model))
+    engine = RerankEngine(info, {"heads": heads, "bm25": BM25()}, lambda: _load_dense(settings))
     if settings.warm_up:
         _warm_up(engine)
     return engine
@@ -170,10 +170,10 @@ def _voting_sets(heads: "HeadReranker", settings: Settings) -> tuple[HeadSet, ..
     return tuple(sets[view] for view in VIEWS if view in sets)
 
 
-def _load_dense(model: str) -> Reranker:
+def _load_dense(settings: Settings) -> Reranker:
     from headbank.rerankers.dense import Dense
 
-    return Dense(model)
+    return Dense(settings.dense_model, device=None if settings.device == "auto" else settings.device)
 
 
 def _warm_up(engine: RerankEngine) -> None:

@@ -11,6 +11,10 @@ from service.engine import LOG_FORMAT, LoadEngine, load_engine
 from service.settings import Settings
 from service.worker import Worker
 
+_log = logging.getLogger("headrank.server")
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
 
 def serve(settings: Settings, load: LoadEngine = load_engine) -> None:
     """Serve until SIGTERM or SIGINT, then let running requests finish.
@@ -19,6 +23,8 @@ def serve(settings: Settings, load: LoadEngine = load_engine) -> None:
     itself cannot start (the port is taken).
     """
     logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)
+    if not settings.api_keys and settings.host not in LOOPBACK:
+        _log.warning("no api_keys are set: whoever reaches port %d may use the service", settings.port)
     worker = Worker(settings, load)
     config = uvicorn.Config(
         create_app(settings, worker),

@@ -135,7 +135,10 @@ class Settings(BaseSettings):
     @classmethod
     def _split(cls, value: Any) -> Any:
         if isinstance(value, str):
-            return tuple(key for part in value.split(",") if (key := part.strip()))
+            keys = tuple(key for part in value.split(",") if (key := part.strip()))
+            if value.strip() and not keys:
+                raise ValueError("holds no key")
+            return keys
         return value
 
     @property

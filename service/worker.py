@@ -37,7 +37,7 @@ _NEWEST_SHARE = 0.2
 Answer = TypeVar("Answer")
 
 
-class _Gone(Exception):
+class EngineGone(Exception):
     """The child process has ended or is stuck; the text says which."""
 
 
@@ -61,7 +61,7 @@ class _Child:
         self.gone = asyncio.Event()
 
     async def start(self, load: LoadEngine, settings: Settings) -> EngineInfo:
-        """Start the process and wait until it has loaded. Raises what it failed with, or _Gone."""
+        """Start the process and wait until it has loaded. Raises what it failed with, or EngineGone."""
         loop = asyncio.get_running_loop()
         process, self._pipe = await loop.run_in_executor(self._thread, _spawn, load, settings)
         self._process = process
@@ -69,7 +69,7 @@ class _Child:
         return await self._exchange(None, EngineInfo, settings.start_timeout_s)
 
     async def ask(self, job: Job, timeout_s: float) -> Ranking:
-        """Have one job answered. Raises the HeadRankError of the engine, or _Gone."""
+        """Have one job answered. Raises the HeadRankError of the engine, or EngineGone."""
         return await self._exchange(job, Ranking, timeout_s)
 
     async def _exchange(self, job: Job | None, kind: type[Answer], timeout_s: float) -> Answer:
@@ -79,15 +79,15 @@ class _Child:
             async with asyncio.timeout(timeout_s):
                 answer = await loop.run_in_executor(self._thread, _exchange, self._pipe, job)
         except TimeoutError:
-            raise _Gone(f"the engine process gave no answer for {timeout_s:g} s") from None
+            raise EngineGone(f"the engine process gave no answer for {timeout_s:g} s") from None
         except (EOFError, OSError):
-            raise _Gone(await self.ended()) from None
+            raise EngineGone(await self.ended()) from None
         except Exception as error:
-            raise _Gone(f"the engine's answer cannot be read ({type(error).__name__})") from None
+            raise EngineGone(f"the engine's answer cannot be read ({type(error).__name__})") from None
         if isinstance(answer, HeadRankError):
             raise answer
         if not isinstance(answer, kind):
-            raise _Gone("the engine process answered out of turn")
+            raise EngineGone("the engine process answered out of turn")
         return answer
 
     def _on_exit(self) -> None:
@@ -232,7 +232,7 @@ class Worker:
             self.on_fatal()
 
     async def _feed(self, child: _Child) -> None:
-        """Give the child one job after the other. Raises _Gone when it has ended."""
+        """Give the child one job after the other. Raises EngineGone when it has ended."""
         loop = asyncio.get_running_loop()
         while True:
             self._busy = False
@@ -246,7 +246,7 @@ class Worker:
                 ranking = await child.ask(pending.job, patience_s)
             except HeadRankError as error:
                 _fail(pending, error)
-            except _Gone:
+            except EngineGone:
                 _fail(pending, EngineUnavailable("the engine process ended while it worked on this request"))
                 raise
             except asyncio.CancelledError:
@@ -259,7 +259,7 @@ class Worker:
             self._job_s += _NEWEST_SHARE * (loop.time() - started - self._job_s)
 
     async def _next(self, child: _Child) -> _Pending:
-        """The oldest request that somebody still waits for. Raises _Gone when the child ends meanwhile."""
+        """The oldest request that somebody still waits for. Raises EngineGone when the child ends meanwhile."""
         while True:
             while self._waiting:
                 pending = self._waiting.popleft()
@@ -274,7 +274,7 @@ class Worker:
                 wake.cancel()
                 gone.cancel()
             if child.gone.is_set():
-                raise _Gone(await child.ended())
+                raise EngineGone(await child.ended())
 
 
 def _fail(pending: _Pending, error: HeadRankError) -> None:

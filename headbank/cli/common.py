@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.progress import (
@@ -14,10 +14,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from headbank.bank import Bank, find, read, shipped_root
 from headbank.errors import InputError
-from headbank.models.base import HeadRunner
 from headbank.types import VIEWS, View
+
+if TYPE_CHECKING:
+    from headbank.bank import Bank
+    from headbank.models.base import HeadRunner
 
 _Choice = TypeVar("_Choice", bound=str)
 
@@ -45,8 +47,10 @@ DenseModelOption = Annotated[
 ]
 
 
-def open_bank(root: Path | None, runner: HeadRunner) -> Bank:
+def open_bank(root: Path | None, runner: "HeadRunner") -> "Bank":
     """The bank of a loaded model, from `root` or from those shipped with the package."""
+    from headbank.bank import find, read, shipped_root
+
     return read(find(root or shipped_root(), runner.info))
 
 

@@ -27,10 +27,15 @@ _FORWARD_FIELDS = (
     "attn_logit_softcapping",
     "query_pre_attn_scalar",
     "attention_bias",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "clip_qkv",
 )
 
 _TOKENIZER_PROBE = (
-    "The quick brown fox, 3.14159 and 2026-01-31!\n\n\tdef f(x): return x**2  # café naïve Ångström\r\n"
+    "The quick brown fox, 3.14159 and 2026-01-31!\n\n\tdef f(x): return x**2  # café nai\u0308ve A\u030angström\r\n"
     "日本語の文章と中文句子。한국어 문장. Привет, мир. مرحبا 🙂👩‍👩‍👧 "
     "<|im_end|> </s> <end_of_turn> <unk> 'tis don't WE'LL"
 )
@@ -105,7 +110,12 @@ def describe(model: Any, tokenizer: Any, *, model_id: str, revision: str, templa
     layers = decoder_layers(model)
     n_heads = int(config.num_attention_heads)
     d_head = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
-    fields = {name: _canonical(getattr(config, name, None)) for name in _FORWARD_FIELDS}
+    # Absent fields are left out, so that a field added here changes the hash of no model that lacks it.
+    fields = {
+        name: _canonical(value)
+        for name in _FORWARD_FIELDS
+        if (value := getattr(config, name, None)) is not None
+    }
     fields["head_dim"] = _canonical(d_head)
     fields["windows"] = _canonical(list(layer_windows(config)))
     return ModelInfo(

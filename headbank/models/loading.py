@@ -1,9 +1,10 @@
 """From a name, a folder or a GGUF file to a runner. No code from a model's repository is ever executed."""
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -48,12 +49,12 @@ def load_runner(
     if model == "fake":
         return FakeRunner()
     where = default_device() if device == "auto" else device
-    kind = default_dtype(where) if dtype == "auto" else getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype):
-        raise InputError("dtype", "must be auto, float32, bfloat16, float16 or float64")
+    if dtype not in get_args(DType):
+        raise InputError("dtype", f"must be one of {', '.join(get_args(DType))}")
+    kind = default_dtype(where) if dtype == "auto" else getattr(torch, dtype)
     source = resolve(model)
     network, tokenizer = _load(source, kind)
-    name = Path(source).expanduser().stem if _is_path(model) else model
+    name = _file_name(Path(model).expanduser()) if _is_path(model) else model
     return HFRunner(
         network.to(where),
         tokenizer,
@@ -66,6 +67,11 @@ def _is_path(model: str) -> bool:
     return Path(model).expanduser().exists()
 
 
+def _file_name(path: Path) -> str:
+    """Name of a folder, or of a file without its ending; folders may have dots in their names (`Qwen2.5-7B`)."""
+    return path.resolve().name if path.is_dir() else path.stem
+
+
 def _load(source: Path | str, dtype: torch.dtype) -> tuple[Any, Any]:
     disable_progress_bar()
     if isinstance(source, str):
@@ -74,16 +80,20 @@ def _load(source: Path | str, dtype: torch.dtype) -> tuple[Any, Any]:
         file = gguf_file(source) if isinstance(source, Path) else None
         place = str(source if file is None else unpacked(file))
         tokenizer = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-        network = AutoModelForCausalLM.from_pretrained(
+        network, found = AutoModelForCausalLM.from_pretrained(
             place,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
             trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelError(
             f"{source} cannot be loaded as a causal language model ({type(error).__name__}: {error}); give a "
             "catalogue name fetched by `headrank pull`, a hub id, a folder with safetensors, or a GGUF file"
         ) from error
+    if found["missing_keys"]:
+        # transformers fills them with random numbers and goes on.
+        raise ModelError(f"{source} lacks weights: {', '.join(sorted(found['missing_keys'])[:3])}")
     return network, tokenizer

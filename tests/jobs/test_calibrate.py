@@ -93,7 +93,9 @@ def test_shards_hold_the_masses_of_single_captures(planted: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("stop_after", [1, 3])
-def test_a_stopped_job_continues_and_writes_the_same_bytes(planted: Any, tmp_path: Path, stop_after: int) -> None:
+def test_a_stopped_job_continues_and_writes_the_same_bytes(
+    planted: Any, tmp_path: Path, stop_after: int
+) -> None:
     runner, _ = planted
     samples = planted_samples(4)
     whole = run(runner, samples, tmp_path / "whole")
@@ -108,7 +110,9 @@ def test_a_stopped_job_continues_and_writes_the_same_bytes(planted: Any, tmp_pat
         run(runner, samples, tmp_path / "resumed", on_sample=stop)
     assert not (tmp_path / "resumed" / whole.folder.name).exists()
     reused: list[bool] = []
-    resumed = run(runner, samples, tmp_path / "resumed", on_sample=lambda _, was_there: reused.append(was_there))
+    resumed = run(
+        runner, samples, tmp_path / "resumed", on_sample=lambda _, was_there: reused.append(was_there)
+    )
     assert reused == [i < stop_after for i in range(4)]
     assert bank_bytes(resumed.folder) == bank_bytes(whole.folder)
 
@@ -132,7 +136,9 @@ def test_other_thresholds_reuse_every_shard(planted: Any, tmp_path: Path) -> Non
     [{"placements": 2}, {"views": ("query",)}, {"seed": 1}, {"response_tokens": 3}],
     ids=lambda change: next(iter(change)),
 )
-def test_every_setting_of_the_capture_has_a_folder_of_its_own(planted: Any, tmp_path: Path, change: Any) -> None:
+def test_every_setting_of_the_capture_has_a_folder_of_its_own(
+    planted: Any, tmp_path: Path, change: Any
+) -> None:
     runner, _ = planted
     base: dict[str, Any] = {"placements": 3, "views": ("query", "response"), "seed": 0, "response_tokens": 2}
     a = capture_folder(tmp_path, runner.info, CaptureConfig(**base))

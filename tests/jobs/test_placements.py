@@ -21,7 +21,9 @@ def sample(golds: int, distractors: int, id: str = "s") -> Sample:
         (9, 4, (0, 3, 6, 9)),
     ],
 )
-def test_positions_are_spread_from_front_to_back(distractors: int, count: int, expected: tuple[int, ...]) -> None:
+def test_positions_are_spread_from_front_to_back(
+    distractors: int, count: int, expected: tuple[int, ...]
+) -> None:
     assert placement_positions(distractors, count) == expected
 
 

@@ -158,8 +158,17 @@ def test_long_documents_are_cut_and_named() -> None:
     kept = full.ids[full.documents[1].start : full.documents[1].start + limit]
     cut = layout.documents[1]
     assert layout.ids[cut.start : cut.end] == kept
+    assert builder().build("Who?", documents, max_tokens_per_doc=lengths[1] - 1).cut == (1,)
     # A document of exactly the limit is whole.
     assert builder().build("Who?", documents, max_tokens_per_doc=lengths[1]).cut == ()
+
+
+def test_a_cut_by_characters_is_named_too() -> None:
+    """The encoder's bound cuts text of very long tokens before the limit on tokens does."""
+    prompts = PromptBuilder(tiny_tokenizer(extra_tokens=("-" * 60,)), CONTEXT)
+    layout = prompts.build("Who?", ["-" * 300, "-" * 120], max_tokens_per_doc=3)
+    assert [span.length for span in layout.documents] == [2, 2]
+    assert layout.cut == (0,)
 
 
 @pytest.mark.parametrize("limit", [0, -1])
@@ -182,10 +191,13 @@ def test_a_query_over_half_the_context_is_refused() -> None:
 
 
 def test_a_query_is_never_cut_silently() -> None:
-    """A blank-free query far beyond the encoder's bound, whose kept part alone might fit, is refused too."""
+    """A query beyond the encoder's bound is refused even where the part within it would fit."""
+    prompts = PromptBuilder(tiny_tokenizer(extra_tokens=("-" * 80,)), 200)
+    within = "-" * (100 * CHARS_PER_TOKEN)
+    assert prompts.build(within, []).query.length == 50
     with pytest.raises(InputTooLong) as caught:
-        builder(200).build("e" * (100 * CHARS_PER_TOKEN + 1), [])
-    assert caught.value.field == "query"
+        prompts.build(within + "-" * 80, [])
+    assert (caught.value.field, caught.value.limit) == ("query", 100)
 
 
 def test_documents_that_do_not_fit_are_refused() -> None:

@@ -260,15 +260,3 @@ def test_attention_sinks_are_refused() -> None:
     query, key = states()
     with pytest.raises(UnsupportedModel, match="attention sinks"):
         tapped_attention(torch.nn.Module(), query, key, key, None, scaling=0.3, s_aux=torch.zeros(H))
-
-
-def test_rows_of_a_model_with_grouped_heads_follow_its_own_grouping() -> None:
-    """Swapping a model's two key heads must change every head's rows: heads 0, 1 read the first, 2, 3 the second."""
-    model, ids = tiny_model("llama", torch.float64), random_ids(1, 30)
-    store = RowStore()
-    with torch.no_grad(), tapping(Tap({0: torch.arange(4)}, torch.tensor([29]), store)):
-        model(input_ids=ids, use_cache=False)
-    reference, _ = eager_rows(model, ids)
-    torch.testing.assert_close(store.rows(0), reference[0][:, :, 29:], atol=1e-12, rtol=0)
-    for a, b in ((0, 1), (1, 2), (2, 3)):
-        assert (store.rows(0)[0, a] - store.rows(0)[0, b]).abs().max() > 0.1

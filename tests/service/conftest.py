@@ -7,13 +7,13 @@ import time
 import httpx
 import pytest
 import uvicorn
-from tests.service.engines import ScriptedEngine, load_scripted
 
 from headbank.errors import HeadRankError
 from service.app import create_app
 from service.engine import answer, load_engine
 from service.settings import Settings
 from service.worker import Worker
+from tests.service.engines import ScriptedEngine, load_scripted
 
 
 class InlineWorker(Worker):

@@ -105,8 +105,20 @@ def test_top_k_is_an_alias(wire):
 @pytest.mark.parametrize(
     "extra",
     [
-        {"model": None, "top_n": None, "max_tokens_per_doc": None, "rank_fields": None, "return_documents": None},
-        {"priority": 3, "max_chunks_per_doc": 10, "user": "u", "truncate_prompt_tokens": -1, "return_len": "true"},
+        {
+            "model": None,
+            "top_n": None,
+            "max_tokens_per_doc": None,
+            "rank_fields": None,
+            "return_documents": None,
+        },
+        {
+            "priority": 3,
+            "max_chunks_per_doc": 10,
+            "user": "u",
+            "truncate_prompt_tokens": -1,
+            "return_len": "true",
+        },
         {"return_documents": "false", "max_tokens_per_doc": 4096},
         {"method": None, "view": None, "aggregation": None, "explain": None},
     ],
@@ -167,7 +179,12 @@ def test_rank_fields_choose_the_text_and_its_order(wire):
             "documents[2]: has no text in the field that rank_fields[1] names",
             "documents[2]",
         ),
-        ([{"text": ["b"]}], ["text"], "documents[0]: has no text in the field that rank_fields[0] names", "documents[0]"),
+        (
+            [{"text": ["b"]}],
+            ["text"],
+            "documents[0]: has no text in the field that rank_fields[0] names",
+            "documents[0]",
+        ),
         (["a", 5], None, "documents[1]: must be a string or an object", "documents[1]"),
         (["a", None], None, "documents[1]: must be a string or an object", "documents[1]"),
         ([["a"]], None, "documents[0]: must be a string or an object", "documents[0]"),
@@ -195,7 +212,11 @@ def test_wrong_documents_are_named_by_position(wire, path, documents, rank_field
         ({"query": "q" * 51}, 413, "query: must not be longer than 50 characters"),
         ({"documents": []}, 400, "documents: must not be empty"),
         ({"documents": ["a"] * 6}, 413, "documents: must not be more than 5"),
-        ({"return_documents": "perhaps"}, 422, "return_documents: Input should be a valid boolean, unable to interpret input"),
+        (
+            {"return_documents": "perhaps"},
+            422,
+            "return_documents: Input should be a valid boolean, unable to interpret input",
+        ),
         ({"max_tokens_per_doc": 0}, 422, "max_tokens_per_doc: Input should be greater than or equal to 1"),
         ({"method": "magic"}, 422, "method: Input should be 'heads', 'bm25' or 'dense'"),
         ({"view": "side"}, 422, "view: Input should be 'query' or 'response'"),
@@ -276,7 +297,10 @@ def test_explain_of_a_method_without_heads_is_empty(wire):
 
 def test_cut_documents_are_reported(fake_engine, wire):
     app = wire(fake_engine, max_tokens_per_doc=4)
-    body = {"query": QUERY, "documents": ["one two three four five", "short", "France is a country in Europe"]}
+    body = {
+        "query": QUERY,
+        "documents": ["one two three four five", "short", "France is a country in Europe"],
+    }
     assert app.post("/v2/rerank", body).json()["meta"]["warnings"] == [
         "documents over the token limit were cut at their end, by index: 0, 2"
     ]
@@ -398,7 +422,10 @@ def test_info_is_what_tei_clients_read_and_tells_limits_and_heads(wire):
     assert next(iter(info["model_type"])) == "reranker"
     assert (info["model_id"], info["max_client_batch_size"], info["max_input_length"]) == ("fake", 7, 33)
     assert info["limits"]["max_documents"] == 7
-    assert [(h["view"], h["heads"]) for h in info["head_sets"]] == [("query", ["L2H1"]), ("response", ["L2H1"])]
+    assert [(h["view"], h["heads"]) for h in info["head_sets"]] == [
+        ("query", ["L2H1"]),
+        ("response", ["L2H1"]),
+    ]
     assert info["methods"] == ["heads", "bm25", "dense"]
 
 
@@ -412,7 +439,10 @@ def test_view_without_heads_in_the_bank_is_the_callers_error(fake_engine, wire):
     query_only = replace(fake_engine.info, head_sets=fake_engine.info.head_sets[:1])
     app = wire(RerankEngine(query_only, fake_engine._rerankers, lambda: None))
     body = {"query": QUERY, "documents": DOCUMENTS, "view": "response"}
-    assert problem(app.post("/v2/rerank", body), 422) == ("view: the head bank has no heads for this view", "view")
+    assert problem(app.post("/v2/rerank", body), 422) == (
+        "view: the head bank has no heads for this view",
+        "view",
+    )
     assert app.post("/v2/rerank", body | {"method": "bm25"}).status_code == 200
 
 

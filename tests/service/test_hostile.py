@@ -98,7 +98,8 @@ def test_bodies(wire, path, raw, status):
 
 def test_lone_surrogates_become_the_replacement_character(wire):
     app = wire()
-    raw = b'{"query": "\\ud83d q", "documents": [{"text": "\\uDFFF", "\\udc00": ["\\ud800", "\\ud83d\\ude00"]}], "return_documents": true}'
+    document = b'{"text": "\\uDFFF", "\\udc00": ["\\ud800", "\\ud83d\\ude00"]}'
+    raw = b'{"query": "\\ud83d q", "documents": [' + document + b'], "return_documents": true}'
     response = app.post("/v1/rerank", raw)
     assert response.status_code == 200
     assert app.worker.jobs[0].query == "\ufffd q"
@@ -271,10 +272,11 @@ def with_key(app, path, authorization):
         ("Bearer first,second", False),
         ("Basic first", False),
         ("Bearer \xe9", False),
+        ("Bearer cl\xc3\xa9", True),
     ],
 )
 def test_keys(wire, path, authorization, allowed):
-    app = wire(api_keys="first, second,")
+    app = wire(api_keys="first, second,clé")
     response = with_key(app, path, None if authorization is None else authorization.encode("latin-1"))
     assert response.status_code == (200 if allowed else 401)
     if not allowed:

@@ -16,6 +16,7 @@ from service.settings import Settings
 from tests.service.conftest import live_server
 
 QUERY = "capital of France"
+HEAD = b"POST /v2/rerank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
 DOCUMENTS = ["Berlin is in Germany.", "The capital of France is Paris.", "France is large."]
 
 
@@ -43,7 +44,9 @@ def log(tmp_path_factory):
 @pytest.fixture(scope="module")
 def server(log):
     """Engine that obeys the query; at most 4 requests wait."""
-    with live_server(Settings(model="scripted", queue_requests=4, bank=log, max_body_bytes=1_000_000)) as live:
+    with live_server(
+        Settings(model="scripted", queue_requests=4, bank=log, max_body_bytes=1_000_000)
+    ) as live:
         yield live
 
 
@@ -67,7 +70,9 @@ def test_cohere_client_v2(cohere_client):
     assert response.meta.api_version.version == "2"
     assert response.meta.tokens.input_tokens == 40
     assert response.meta.billed_units.search_units == 1
-    nulls = client.rerank(model="m", query=QUERY, documents=DOCUMENTS, top_n=None, max_tokens_per_doc=None, priority=1)
+    nulls = client.rerank(
+        model="m", query=QUERY, documents=DOCUMENTS, top_n=None, max_tokens_per_doc=None, priority=1
+    )
     assert [r.index for r in nulls.results] == [1, 2, 0]
 
 
@@ -159,8 +164,7 @@ def test_client_that_left_is_never_computed(server, log):
         when_computed(log, "sleep 0.4 before")
         body = json.dumps({"query": "left", "documents": ["a"]}).encode()
         with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
-            head = f"POST /v2/rerank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
-            connection.sendall(head.encode() + b"\r\n\r\n" + body)
+            connection.sendall(HEAD % len(body) + body)
             end = time.monotonic() + 5
             while server.worker.waiting == 0:
                 assert time.monotonic() < end
@@ -176,7 +180,7 @@ def test_client_that_left_is_never_computed(server, log):
 
 def test_client_that_leaves_in_the_middle_of_its_body_is_no_error(server):
     with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
-        connection.sendall(b"POST /v2/rerank HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{")
+        connection.sendall(HEAD % 99 + b"{")
     assert post(server, "plain").status_code == 200
 
 

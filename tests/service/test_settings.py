@@ -126,7 +126,9 @@ def test_bank_of_another_model_stops_the_service_with_its_message(tmp_path):
     banks.write(banks.Bank(info, "joint", sets, {}, {}), tmp_path)
     result = run_serve("--bank", str(tmp_path))
     assert result.returncode == 1
-    assert "template_hash is 'fake', the bank has 'older'; recalibrate with: headrank calibrate" in result.stderr
+    assert (
+        "template_hash is 'fake', the bank has 'older'; recalibrate with: headrank calibrate" in result.stderr
+    )
     assert "Traceback" not in result.stderr
 
 
@@ -136,7 +138,9 @@ def test_missing_bank_is_said_so(tmp_path):
 
 
 def test_bank_without_heads_for_the_default_view_is_refused(tmp_path):
-    banks.write(banks.Bank(FakeRunner().info, "joint", {s.name: s for s in FAKE_HEAD_SETS[:1]}, {}, {}), tmp_path)
+    banks.write(
+        banks.Bank(FakeRunner().info, "joint", {s.name: s for s in FAKE_HEAD_SETS[:1]}, {}, {}), tmp_path
+    )
     assert [s.view for s in load_engine(Settings(model="fake", bank=tmp_path)).info.head_sets] == ["query"]
     with pytest.raises(BankError, match=r"no head set expert\.response"):
         load_engine(Settings(model="fake", bank=tmp_path, default_view="response"))

@@ -7,7 +7,6 @@ import signal
 import time
 
 import pytest
-from tests.service.engines import load_bug, load_dies, load_mismatch, load_never, load_once, load_scripted
 
 from headbank.errors import (
     BankError,
@@ -22,6 +21,7 @@ from service.engine import Job
 from service.errors import DeadlineExceeded, InternalError
 from service.settings import Settings
 from service.worker import Worker
+from tests.service.engines import load_bug, load_dies, load_mismatch, load_never, load_once, load_scripted
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ is in the golds, so both views have something to find.
 import math
 import random
 from functools import lru_cache
+from itertools import cycle, islice
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -23,15 +24,17 @@ from tests.support.tiny_models import tiny_tokenizer
 
 COPIER, PLANTED, BIASED = HeadId(0, 0), HeadId(1, 2), HeadId(2, 1)
 
-WORDS = tuple(
+_LIST = (
     "amber basalt cedar dahlia ember falcon garnet heron indigo jasmine kestrel lilac marble nettle obsidian pewter "
     "quartz raven saffron topaz umber violet walnut yarrow zinc acorn badger copper dune elm fjord glacier harbor "
     "iris juniper kelp lagoon maple nutmeg otter pebble quail reed spruce thistle urchin vine willow aspen birch "
-    "coral delta egret fern gravel hazel ivory jade".split()
+    "coral delta egret fern gravel hazel ivory jade"
 )
+WORDS = tuple(_LIST.split())
 """Content words, one token and one direction each; no other token has content."""
 
 _FILLERS = ("the", "and", "of", "near", "some", "old")
+"""Words of one token each without content."""
 
 N_LAYERS, N_HEADS, N_KV_HEADS, D_HEAD = 3, 4, 2, 128
 _THETA = 1e12
@@ -49,8 +52,8 @@ _LARGE = 20.0
 
 @lru_cache
 def planted_tokenizer() -> PreTrainedTokenizerFast:
-    """The tiny tokenizer with one token per content word."""
-    return tiny_tokenizer(extra_words=WORDS)
+    """The tiny tokenizer with one token per word."""
+    return tiny_tokenizer(extra_words=WORDS + _FILLERS)
 
 
 def _calm_dims() -> torch.Tensor:
@@ -134,24 +137,23 @@ def planted_runner(dtype: torch.dtype = torch.float32) -> tuple[HFRunner, dict[s
 def planted_samples(n: int, *, n_documents: int = 5, seed: int = 0) -> list[Sample]:
     """Questions with one or two golds (in turn) among `n_documents`.
 
-    A question names two words. Every gold holds the first three times and the second twice, among words of its
-    own; no distractor holds either. All documents have the same number of words, and golds no more content words
-    than distractors. The first word is the answer.
+    A question names two words. Every gold holds the first three times and the second twice, among other words;
+    no distractor holds either. Documents have 11 to 13 words; golds are less dense in content words than distractors.
+    The first word is the answer, and up to 14 documents no other word is as frequent.
     """
     chance = random.Random(seed)
     samples = []
     for number in range(n):
-        key, second, *others = chance.sample(WORDS, len(WORDS))
+        key, second, *rest = chance.sample(WORDS, len(WORDS))
+        others = cycle(rest)
         documents = []
         for place in range(n_documents):
             gold = place <= number % 2
             words = [key] * 3 + [second] * 2 if gold else []
-            words += [others.pop() for _ in range(7 - len(words) if gold else 9)]
-            words += chance.choices(_FILLERS, k=12 - len(words))
+            words += islice(others, 2 if gold else 9)
+            words += chance.choices(_FILLERS, k=chance.randint(11, 13) - len(words))
             chance.shuffle(words)
-            documents.append(
-                Document(" ".join(words) + ".", id=f"d{place}", gold=gold, relevance=int(gold))
-            )
+            documents.append(Document(" ".join(words) + ".", id=f"d{place}", gold=gold, relevance=int(gold)))
         chance.shuffle(documents)
         samples.append(
             Sample(f"planted-{number}", f"{key} {second}?", tuple(documents), answer=key, dataset="planted")

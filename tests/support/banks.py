@@ -1,0 +1,20 @@
+"""Banks for engines whose heads are known."""
+
+from headbank.bank import Bank
+from headbank.models.fake import FAKE_HEAD_SETS
+from headbank.types import HeadId, HeadSet, ModelInfo, View
+
+
+def fake_bank(info: ModelInfo) -> Bank:
+    """The bank of the fake engine."""
+    return Bank(info, "joint", {heads.name: heads for heads in FAKE_HEAD_SETS}, maps={}, training={})
+
+
+def bank_of(
+    info: ModelInfo, heads: tuple[HeadId, ...], views: tuple[View, ...] = ("query", "response")
+) -> Bank:
+    """A bank in which the given heads vote in every given view."""
+    sets = {
+        f"expert.{view}": HeadSet(f"expert.{view}", view, heads, "borda", strict_experts=0) for view in views
+    }
+    return Bank(info, "joint", sets, maps={}, training={})
