@@ -3,7 +3,6 @@
 Notation is in `headbank/numerics/__init__.py`. Spans are half-open token ranges `[start, end)`.
 """
 
-import re
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -15,8 +14,6 @@ Aggregation = Literal["borda", "rrf", "share"]
 VIEWS: tuple[View, ...] = ("query", "response")
 AGGREGATIONS: tuple[Aggregation, ...] = ("borda", "rrf", "share")
 
-_HEAD_NAME = re.compile(r"L(\d+)H(\d+)")
-
 
 class HeadId(NamedTuple):
     """A query head, both numbers zero-based; printed `L14H22`."""
@@ -26,14 +23,6 @@ class HeadId(NamedTuple):
 
     def __str__(self) -> str:
         return f"L{self.layer}H{self.head}"
-
-    @classmethod
-    def parse(cls, name: str) -> "HeadId":
-        """Read `L14H22`. Raises ValueError for anything else."""
-        match = _HEAD_NAME.fullmatch(name)
-        if match is None:
-            raise ValueError(f"not a head name: {name!r} (expected for example L14H22)")
-        return cls(int(match[1]), int(match[2]))
 
 
 class Span(NamedTuple):

@@ -11,19 +11,24 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Protocol
 
-from headbank.errors import BankError, EngineError, HeadRankError, InputError, ModelError, NonFiniteScore
+from headbank.errors import (
+    BankError,
+    EngineError,
+    EngineUnavailable,
+    HeadRankError,
+    InputError,
+    ModelError,
+    NonFiniteScore,
+)
 from headbank.rerankers.base import Reranker
 from headbank.types import VIEWS, HeadSet, ModelInfo, Ranking, RankOptions
 from service.errors import InternalError
 from service.settings import Method, Settings
 
 if TYPE_CHECKING:
-    from headbank.bank import Bank
     from headbank.rerankers.heads import HeadReranker
 
 _log = logging.getLogger("headrank.engine")
-
-FAKE_MODEL = "fake"
 
 DENSE_RETRY_S = 60.0
 """After a failed load of the dense model, requests for it fail at once for so long: loading blocks others."""
@@ -60,6 +65,10 @@ class EngineInfo:
     """`cpu` or `gpu`."""
     head_sets: tuple[HeadSet, ...]
     """The sets that vote, at most one per view."""
+
+
+class DeviceLost(EngineUnavailable):
+    """The accelerator failed under a request; the engine process ends after saying so."""
 
 
 class Engine(Protocol):
@@ -118,15 +127,14 @@ class RerankEngine:
 def load_engine(settings: Settings) -> Engine:
     """Load the model and its bank. Raises ModelError, BankError, and InputError for a setting."""
     from headbank.models.base import HeadRunner
+    from headbank.models.fake import FAKE_MODEL, FakeRunner
     from headbank.rerankers.bm25 import BM25
-    from headbank.rerankers.heads import HeadReranker
+    from headbank.rerankers.heads import HeadReranker, open_bank
 
     runner: HeadRunner
     if settings.model == FAKE_MODEL:
         # Not by way of `headbank.models.loading`, which spends seconds on importing the library of real
         # models.
-        from headbank.models.fake import FakeRunner
-
         runner, device = FakeRunner(), "cpu"
     else:
         from headbank.models.loading import default_device, load_runner
@@ -135,7 +143,7 @@ def load_engine(settings: Settings) -> Engine:
             settings.model, dtype=settings.dtype, device=settings.device, threads=settings.threads
         )
         device = default_device() if settings.device == "auto" else settings.device
-    bank = _bank(settings, runner.info)
+    bank = open_bank(settings.bank, runner.info)
     heads = HeadReranker(runner, bank, response_tokens=settings.response_tokens)
     info = EngineInfo(
         model=runner.info,
@@ -147,18 +155,6 @@ def load_engine(settings: Settings) -> Engine:
     if settings.warm_up:
         _warm_up(engine)
     return engine
-
-
-def _bank(settings: Settings, info: ModelInfo) -> "Bank":
-    from headbank import bank as banks
-
-    if settings.model == FAKE_MODEL and settings.bank is None:
-        from headbank.models.fake import FAKE_HEAD_SETS
-
-        return banks.Bank(
-            info, "joint", {heads.name: heads for heads in FAKE_HEAD_SETS}, maps={}, training={}
-        )
-    return banks.read(banks.find(settings.bank or banks.shipped_root(), info))
 
 
 def _voting_sets(heads: "HeadReranker", settings: Settings) -> tuple[HeadSet, ...]:
@@ -173,7 +169,12 @@ def _voting_sets(heads: "HeadReranker", settings: Settings) -> tuple[HeadSet, ..
 def _load_dense(settings: Settings) -> Reranker:
     from headbank.rerankers.dense import Dense
 
-    return Dense(settings.dense_model, device=None if settings.device == "auto" else settings.device)
+    # A download would keep every other request waiting.
+    return Dense(
+        settings.dense_model,
+        device=None if settings.device == "auto" else settings.device,
+        local_files_only=True,
+    )
 
 
 def _warm_up(engine: RerankEngine) -> None:
@@ -208,10 +209,27 @@ def run(connection: Connection, load: LoadEngine, settings: Settings) -> None:
         _log.exception("the engine failed to start")
         connection.send(EngineError(f"the engine failed to start: {type(error).__name__}: {error}"))
         return
+    busy = False
+    ending = False
+
+    def on_sigterm(_signal: int, _frame: object) -> None:
+        # A supervisor may signal every process of the service; the request in work is still answered.
+        nonlocal ending
+        ending = True
+        if not busy:
+            raise SystemExit
+
+    signal.signal(signal.SIGTERM, on_sigterm)
     try:
         connection.send(engine.info)
-        while True:
-            connection.send(answer(engine, connection.recv()))
+        while not ending:
+            job = connection.recv()
+            busy = True
+            reply = answer(engine, job)
+            connection.send(reply)
+            busy = False
+            if isinstance(reply, DeviceLost):
+                return
     except (EOFError, BrokenPipeError):
         return
 
@@ -224,6 +242,9 @@ def answer(engine: Engine, job: Job) -> Ranking | HeadRankError:
         return error
     except Exception as error:
         log_failure(_log, job.request_id, error)
+        if type(error).__name__ == "AcceleratorError":
+            # After such an error a GPU process can compute nothing more; the parent starts another.
+            return DeviceLost(f"the device failed, request {job.request_id}")
         return InternalError(f"internal error, request {job.request_id}")
 
 

@@ -1,6 +1,6 @@
 """`headrank calibrate`: find a model's expert heads and store them in a bank."""
 
-import resource
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -111,8 +111,13 @@ def _placements(value: str) -> int | None:
 
 
 def _peak_bytes() -> int:
-    """Largest resident size of this process so far (Linux reports KiB)."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Largest resident size of this process so far; 0 where the system does not tell."""
+    if sys.platform == "win32":
+        return 0
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _report(console: Console, bank: Any, views: tuple[View, ...]) -> None:

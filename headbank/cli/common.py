@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 from rich.progress import (
@@ -16,10 +16,6 @@ from rich.progress import (
 
 from headbank.errors import InputError
 from headbank.types import VIEWS, View
-
-if TYPE_CHECKING:
-    from headbank.bank import Bank
-    from headbank.models.base import HeadRunner
 
 _Choice = TypeVar("_Choice", bound=str)
 
@@ -36,6 +32,9 @@ DTypeOption = Annotated[
     str, typer.Option(help="auto takes bfloat16 where the device multiplies it natively, else float32.")
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto takes cuda where there is one, else cpu.")]
+ResponseTokensOption = Annotated[
+    int, typer.Option(help="Longest answer the response view writes; what the bank was made with.", min=1)
+]
 ThreadsOption = Annotated[
     int | None, typer.Option(help="CPU threads of the model; all cores if not given.", min=1)
 ]
@@ -47,11 +46,10 @@ DenseModelOption = Annotated[
 ]
 
 
-def open_bank(root: Path | None, runner: "HeadRunner") -> "Bank":
-    """The bank of a loaded model, from `root` or from those shipped with the package."""
-    from headbank.bank import find, read, shipped_root
-
-    return read(find(root or shipped_root(), runner.info))
+def check_output(field: str, path: Path) -> None:
+    """Refuse a file that cannot be written before the work is done. Raises InputError naming the field."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(field, "must name a file in a folder that exists")
 
 
 def parse_views(value: str) -> tuple[View, ...]:

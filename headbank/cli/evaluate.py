@@ -14,8 +14,9 @@ from headbank.cli.common import (
     DeviceOption,
     DTypeOption,
     ModelOption,
+    ResponseTokensOption,
     ThreadsOption,
-    open_bank,
+    check_output,
     parse_views,
     sample_progress,
 )
@@ -39,9 +40,7 @@ def evaluate_command(
     limit: Annotated[int | None, typer.Option(help="Use the first N questions of the file.", min=1)] = None,
     k: Annotated[int, typer.Option("--k", help="Depth of P@k, NDCG@k and R@k.", min=1)] = 2,
     view: Annotated[str, typer.Option(help="Views of the method heads: query, response, or both.")] = "both",
-    response_tokens: Annotated[
-        int, typer.Option(help="Longest answer the response view writes.", min=1)
-    ] = 16,
+    response_tokens: ResponseTokensOption = 16,
     latency_questions: Annotated[
         int, typer.Option(help="Questions ranked once more, method by method, to time whole calls.", min=0)
     ] = 5,
@@ -60,6 +59,8 @@ def evaluate_command(
     if unknown or not names:
         raise InputError("methods", f"must name at least one of {', '.join(METHODS)}")
     views = parse_views(view)
+    if json_out is not None:
+        check_output("json", json_out)
     samples = read_samples(data, limit)
     from headbank.jobs.evaluate import Method, evaluate, head_methods
     from headbank.rerankers.bm25 import BM25
@@ -69,10 +70,10 @@ def evaluate_command(
     described: dict[str, Any] = {"data": data.name, "data_sha256": data_hash(data), "k": k, "seed": seed}
     if "heads" in names:
         from headbank.models.loading import load_runner
-        from headbank.rerankers.heads import HeadReranker
+        from headbank.rerankers.heads import HeadReranker, open_bank
 
         runner = load_runner(model, dtype=dtype, device=device, threads=threads)
-        loaded = open_bank(bank, runner)
+        loaded = open_bank(bank, runner.info)
         reranker = HeadReranker(runner, loaded, response_tokens=response_tokens)
         rows += head_methods(reranker, views)
         described |= {"model": runner.info.model_id, "dtype": runner.info.dtype}
@@ -80,7 +81,9 @@ def evaluate_command(
     if "bm25" in names:
         rows.append(Method("bm25", BM25(), RankOptions()))
     if "dense" in names:
-        rows.append(Method("dense", Dense(dense_model), RankOptions()))
+        rows.append(
+            Method("dense", Dense(dense_model, device=None if device == "auto" else device), RankOptions())
+        )
         described["dense_model"] = dense_model
     with sample_progress() as progress:
         task = progress.add_task("ranking", total=len(samples))

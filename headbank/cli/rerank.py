@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headbank.cli.common import (
     BankOption,
@@ -15,9 +16,10 @@ from headbank.cli.common import (
     DeviceOption,
     DTypeOption,
     ModelOption,
+    ResponseTokensOption,
     ThreadsOption,
     ViewOption,
-    open_bank,
+    check_output,
     parse_choice,
 )
 from headbank.data.requests import RankRequest, read_requests
@@ -45,6 +47,7 @@ def rerank_command(
     ] = None,
     top_n: Annotated[int | None, typer.Option(help="Print the best N documents.", min=1)] = None,
     max_tokens_per_doc: Annotated[int | None, typer.Option(help="Cut longer documents.", min=1)] = None,
+    response_tokens: ResponseTokensOption = 16,
     explain: Annotated[
         bool, typer.Option("--explain", help="Show each head's vote and the evidence.")
     ] = False,
@@ -72,7 +75,18 @@ def rerank_command(
     requests = _read(source, query)
     if dump is not None and (method != "heads" or len(requests) != 1 or not requests[0].documents):
         raise InputError("dump", "needs the method heads and one request with documents")
-    reranker = open_reranker(method, model, bank, dense_model, dtype=dtype, device=device, threads=threads)
+    if dump is not None:
+        check_output("dump", dump)
+    reranker = open_reranker(
+        method,
+        model,
+        bank,
+        dense_model,
+        response_tokens=response_tokens,
+        dtype=dtype,
+        device=device,
+        threads=threads,
+    )
     for request in requests:
         ranking = reranker.rank(request.query, request.documents, options)
         if as_json:
@@ -93,6 +107,7 @@ def open_reranker(
     bank: Path | None,
     dense_model: str,
     *,
+    response_tokens: int = 16,
     dtype: str = "auto",
     device: str = "auto",
     threads: int | None = None,
@@ -105,12 +120,12 @@ def open_reranker(
     if method == "dense":
         from headbank.rerankers.dense import Dense
 
-        return Dense(dense_model)
+        return Dense(dense_model, device=None if device == "auto" else device)
     from headbank.models.loading import load_runner
-    from headbank.rerankers.heads import HeadReranker
+    from headbank.rerankers.heads import HeadReranker, open_bank
 
     runner = load_runner(model, dtype=dtype, device=device, threads=threads)
-    return HeadReranker(runner, open_bank(bank, runner))
+    return HeadReranker(runner, open_bank(bank, runner.info), response_tokens=response_tokens)
 
 
 def to_json(ranking: Ranking, request: RankRequest, top_n: int | None) -> dict[str, Any]:
@@ -140,7 +155,8 @@ def to_json(ranking: Ranking, request: RankRequest, top_n: int | None) -> dict[s
 def print_ranking(console: Console, ranking: Ranking, request: RankRequest, top_n: int | None) -> None:
     """The ranking as a table: place, score, per-head ranks, the start of the document or its evidence."""
     title = f"{request.query}  [{ranking.method}, {sum(ranking.seconds.values()):.2f} s]"
-    table = Table(title=title, title_justify="left")
+    # Text, not str: a document may hold what looks like markup.
+    table = Table(title=Text(title), title_justify="left")
     for name in ("#", "doc", "score"):
         table.add_column(name, justify="right")
     if ranking.votes:
@@ -154,8 +170,10 @@ def print_ranking(console: Console, ranking: Ranking, request: RankRequest, top_
             else []
         )
         text = evidence.get(index, request.documents[index][:120])
-        table.add_row(str(place), str(index), f"{ranking.scores[index]:.4f}", *votes, " ".join(text.split()))
-    console.print(table, markup=False)
+        table.add_row(
+            str(place), str(index), f"{ranking.scores[index]:.4f}", *votes, Text(" ".join(text.split()))
+        )
+    console.print(table)
     if ranking.cut:
         console.print(f"cut to the token limit: {', '.join(map(str, ranking.cut))}")
 
@@ -164,7 +182,7 @@ def _read(source: str, query: str | None) -> list[RankRequest]:
     if source == "-":
         return read_requests(sys.stdin, query, "standard input")
     try:
-        with Path(source).open(encoding="utf-8", errors="replace") as file:
+        with Path(source).open(encoding="utf-8-sig", errors="replace") as file:
             return read_requests(file, query, source)
     except OSError as error:
         raise DataError(source, f"cannot be read: {error.strerror}") from error

@@ -39,7 +39,11 @@ def read_requests(lines: Iterable[str], query: str | None, name: str) -> list[Ra
     title?}` a line. Without it, every line is an object `{query, documents: [text | {text, title?}, ...]}`. Blank lines
     are left out. Raises DataError naming the line and the field, InputError when the query is missing.
     """
-    numbered = [(number, line.rstrip("\r\n")) for number, line in enumerate(lines, 1) if line.strip()]
+    numbered = [
+        (number, text)
+        for number, line in enumerate(lines, 1)
+        if (text := line.removeprefix("\ufeff").rstrip("\r\n")).strip()
+    ]
     if query is None:
         if numbered and not numbered[0][1].lstrip().startswith("{"):
             raise InputError("query", "is needed when the input is not JSONL of requests")
@@ -59,6 +63,8 @@ def _parse(kind: type[_Parsed], line: str, name: str, number: int) -> _Parsed:
         return kind.model_validate(json.loads(line))
     except json.JSONDecodeError as error:
         raise DataError(name, f"is not JSON ({error.msg})", number) from None
+    except RecursionError:
+        raise DataError(name, "is nested too deeply", number) from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise DataError(name, f"{'.'.join(map(str, first['loc']))}: {first['msg']}", number) from None

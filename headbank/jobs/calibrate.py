@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from headbank.bank import Bank, write
-from headbank.errors import DataError
+from headbank.bank import MANIFEST, Bank, check, read, slug, write
+from headbank.errors import BankError, BankMismatch, DataError
 from headbank.jobs.capture import CaptureConfig, Shard, all_placements, capture_folder, capture_samples
 from headbank.jobs.select import SelectConfig, describe, select, view_statistics
 from headbank.models.base import HeadRunner
@@ -42,8 +42,10 @@ def calibrate(
     """Find a model's expert heads and write its bank under `root`.
 
     `placements` None takes all of them. A job that was stopped continues when it is called again with the same
-    arguments, and writes the same bytes. Raises DataError when no sample can be used.
+    arguments, and writes the same bytes. Raises DataError when no sample can be used, BankError when the bank's
+    folder holds the bank of another model, NonFiniteScore when the model's attention is not finite.
     """
+    _refuse_to_replace(root, runner.info)
     capture = CaptureConfig(placements or all_placements(samples), views, seed, response_tokens)
     select_config = selection or SelectConfig(seed=seed)
     folder = capture_folder(root, runner.info, capture)
@@ -54,7 +56,12 @@ def calibrate(
             data_name, f"none of {len(samples)} samples can be used ({reasons or 'the file is empty'})"
         )
     selected = {
-        view: select(view_statistics(shards, view), view, select_config, _eligible(runner.info, shards))
+        view: select(
+            view_statistics(shards, view),
+            view,
+            select_config,
+            _eligible(runner.info, shards, view, response_tokens),
+        )
         for view in views
     }
     bank = Bank(
@@ -76,7 +83,29 @@ def calibrate(
     return Calibration(write(bank, root), bank, len(shards), rejected)
 
 
-def _eligible(info: ModelInfo, shards: Sequence[Shard]) -> torch.Tensor:
-    """Layers that see the whole of every calibration prompt; heads behind a shorter window cannot vote. [L] bool"""
-    longest = max(shard.prompt_tokens for shard in shards)
-    return torch.tensor([window is None or window >= longest for window in info.windows])
+def _eligible(info: ModelInfo, shards: Sequence[Shard], view: View, response_tokens: int) -> torch.Tensor:
+    """Layers that see the whole of every calibration prompt; heads behind a shorter window cannot vote. [L] bool
+
+    Raises DataError when no layer does.
+    """
+    longest = max(shard.prompt_tokens for shard in shards) + (response_tokens if view == "response" else 0)
+    eligible = torch.tensor([window is None or window >= longest for window in info.windows])
+    if not bool(eligible.any()):
+        widest = max(window or 0 for window in info.windows)
+        raise DataError(
+            "calibration",
+            f"the longest prompt has {longest} tokens, no layer sees more than {widest}; use shorter samples",
+        )
+    return eligible
+
+
+def _refuse_to_replace(root: Path, info: ModelInfo) -> None:
+    """Raise BankError when the folder of the new bank holds the bank of another model."""
+    folder = root / slug(info.model_id)
+    if (folder / MANIFEST).is_file():
+        try:
+            check(read(folder), info)
+        except BankMismatch as error:
+            raise BankError(
+                f"{folder} holds the bank of another model ({error.field}); give another --bank"
+            ) from error

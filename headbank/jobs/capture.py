@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headbank.bank import FINGERPRINT_FIELDS, slug
-from headbank.errors import BankError, InputTooLong
+from headbank.errors import BankError, InputTooLong, NonFiniteScore
 from headbank.jobs.placements import placement_order, placement_positions
 from headbank.models.base import Capture, HeadRunner
 from headbank.numerics.spans import span_mass
@@ -46,7 +46,8 @@ class Shard:
     mass: dict[View, Tensor]
     """View -> [P, L, H, D] float32; documents in the order of the sample, whatever their place in the prompt."""
     reference: dict[View, Tensor]
-    """View -> [P, L, H, 2] float32: mass on the prefix and on the tail, which every prompt has."""
+    """View -> [P, L, H, 2] float32: mass on the prefix and on the tail, which every prompt has; kept so that scores
+    against a reference need no second capture."""
     lengths: Tensor
     """Tokens of each document. [D] int64"""
     gold: Tensor
@@ -79,7 +80,8 @@ def capture_samples(
     """Shards of the usable samples in their order, and the ids of the others by reason.
 
     Reasons: `no_gold`, `too_few_distractors` (for the number of placements), `too_long` (for the context).
-    `on_sample(sample, reused)` is called after each sample. Raises BankError for a damaged shard.
+    `on_sample(sample, reused)` is called after each sample. Raises BankError for a damaged shard,
+    NonFiniteScore when the model's attention is not finite.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[Shard] = []
@@ -120,7 +122,10 @@ def _capture_one(runner: HeadRunner, sample: Sample, config: CaptureConfig, path
     captures = runner.capture_many(layouts[::-1], views=config.views, max_new_tokens=config.response_tokens)[
         ::-1
     ]
-    _save(path, _tensors(runner.info, sample, orders, layouts, captures, config.views))
+    tensors = _tensors(runner.info, sample, orders, layouts, captures, config.views)
+    if not all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+        raise NonFiniteScore(f"sample {sample.id}: attention is not finite; try another dtype")
+    _save(path, tensors)
     return None
 
 

@@ -35,7 +35,7 @@ def dump_ranking(
         "order": np.array(order, dtype=np.int64),
         "aggregation": np.array(aggregation),
     }
-    np.savez(path, allow_pickle=False, **arrays)
+    np.savez(path, **arrays)
 
 
 def _arrays(layout: PromptLayout, capture: Capture, options: RankOptions) -> dict[str, np.ndarray[Any, Any]]:

@@ -67,6 +67,20 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
+def context_tokens(config: Any) -> int:
+    """Longest prompt that one computation and several in steps agree on.
+
+    Rotary embeddings of the kinds `longrope` and `dynamic` change for all positions once a prompt passes the length
+    the model was first trained on, so keys computed before that point would not fit; such models are held to it.
+    """
+    rope = getattr(config, "rope_parameters", None) or {}
+    longest = int(config.max_position_embeddings)
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        original = rope.get("original_max_position_embeddings")
+        longest = min(longest, int(original or getattr(config, "original_max_position_embeddings", longest)))
+    return longest
+
+
 def tokenizer_hash(tokenizer: Any) -> str:
     """Hash of how the tokenizer encodes a fixed text in many scripts, with special tokens split and whole."""
     ids = [
@@ -127,7 +141,7 @@ def describe(model: Any, tokenizer: Any, *, model_id: str, revision: str, templa
         n_kv_heads=int(getattr(config, "num_key_value_heads", None) or n_heads),
         d_model=int(config.hidden_size),
         d_head=d_head,
-        context_tokens=int(config.max_position_embeddings),
+        context_tokens=context_tokens(config),
         windows=layer_windows(config),
         tokenizer_hash=tokenizer_hash(tokenizer),
         template_hash=template_hash,

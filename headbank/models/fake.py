@@ -16,6 +16,9 @@ from headbank.errors import InputError, InputTooLong
 from headbank.models.base import Capture
 from headbank.types import HeadId, HeadSet, ModelInfo, PromptLayout, Span, View
 
+FAKE_MODEL = "fake"
+"""The value of `--model` that selects this engine."""
+
 CONTEXT_TOKENS = 4096
 MATCHING_HEAD = HeadId(2, 1)
 BIASED_HEAD = HeadId(1, 0)
@@ -115,7 +118,7 @@ class FakeRunner:
         self._delay_s = delay_s
         self._prompts = FakePrompts()
         self._info = ModelInfo(
-            model_id="fake",
+            model_id=FAKE_MODEL,
             revision="",
             config_hash="fake",
             n_layers=_LAYERS,

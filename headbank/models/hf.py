@@ -40,7 +40,7 @@ class HFRunner:
         self._tokenizer = tokenizer
         arch.decoder_layers(model)
         config = model.config.get_text_config()
-        self._prompts = PromptBuilder(tokenizer, int(config.max_position_embeddings))
+        self._prompts = PromptBuilder(tokenizer, arch.context_tokens(config))
         self._info = arch.describe(
             model,
             tokenizer,

@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 from headbank.errors import InputError, ModelError
 from headbank.models.base import HeadRunner
 from headbank.models.catalogue import resolve
-from headbank.models.fake import FakeRunner
+from headbank.models.fake import FAKE_MODEL, FakeRunner
 from headbank.models.gguf import gguf_file, unpacked
 from headbank.models.hf import HFRunner
 from headbank.models.hub import require_on_hub
@@ -42,16 +42,18 @@ def load_runner(
     """Load an engine.
 
     `model` is `fake`, a catalogue name, a hub id, a folder, or a GGUF file. `threads` bounds torch's threads.
-    Raises ModelError when it cannot be found or loaded, UnsupportedModel when its attention cannot be tapped.
+    Raises InputError for an unknown dtype or device, ModelError when the model cannot be found or loaded,
+    UnsupportedModel when its attention cannot be tapped.
     """
     if threads is not None:
         torch.set_num_threads(threads)
-    if model == "fake":
+    if model == FAKE_MODEL:
         return FakeRunner()
     where = default_device() if device == "auto" else device
     if dtype not in get_args(DType):
         raise InputError("dtype", f"must be one of {', '.join(get_args(DType))}")
     kind = default_dtype(where) if dtype == "auto" else getattr(torch, dtype)
+    _check_device(where)
     source = resolve(model)
     network, tokenizer = _load(source, kind)
     name = _file_name(Path(model).expanduser()) if _is_path(model) else model
@@ -61,6 +63,13 @@ def load_runner(
         model_id=name,
         revision=getattr(network.config, "_commit_hash", None) or "",
     )
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError("device", "is not available here; auto takes what is") from error
 
 
 def _is_path(model: str) -> bool:
@@ -88,7 +97,8 @@ def _load(source: Path | str, dtype: torch.dtype) -> tuple[Any, Any]:
             trust_remote_code=False,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    # A foreign format, a shape that does not fit, a missing tokenizer library: each has an error class of its own.
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(
             f"{source} cannot be loaded as a causal language model ({type(error).__name__}: {error}); give a "
             "catalogue name fetched by `headrank pull`, a hub id, a folder with safetensors, or a GGUF file"

@@ -3,21 +3,19 @@
 import re
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
-from huggingface_hub import HfApi
 
 from headbank.errors import InputTooLong, ModelError
 from headbank.models.catalogue import CATALOGUE, DEFAULT_EMBEDDING, resolve
+from headbank.models.hub import require_on_hub
 from headbank.rerankers.base import by_score
 from headbank.types import Ranking, RankOptions
 
 BGE_INSTRUCTION = "Represent this sentence for searching relevant passages: "
 """What the English BGE models expect before a query, and nothing before a passage (their model cards)."""
 
-_HUB_TIMEOUT_S = 5.0
 _BGE_ENGLISH = re.compile(r"bge-\w+-en(-v[\d.]+)?", re.IGNORECASE)
 
 
@@ -37,15 +35,20 @@ class Dense:
     name = "dense"
 
     def __init__(
-        self, model: str = DEFAULT_EMBEDDING, query_instruction: str | None = None, device: str | None = None
+        self,
+        model: str = DEFAULT_EMBEDDING,
+        query_instruction: str | None = None,
+        device: str | None = None,
+        *,
+        local_files_only: bool = False,
     ) -> None:
         """Load the model: a catalogue name, hub id or local folder.
 
         `query_instruction` goes before the query ("" for nothing); None takes what the model's name calls for
         (`default_instruction`), then what the model's own configuration has for queries. `device` None: the
-        fastest there is. Raises ModelError when the model cannot be loaded.
+        fastest there is. `local_files_only` never downloads. Raises ModelError when the model cannot be loaded.
         """
-        self._model = _load(model, device)
+        self._model = _load(model, device, local_files_only)
         chosen = default_instruction(model) if query_instruction is None else query_instruction
         prompts = {"query": None, "document": None, "passage": None, "corpus": None, **self._model.prompts}
         self._query_prompt: str = (prompts["query"] or "") if chosen is None else chosen
@@ -117,25 +120,22 @@ class Dense:
         return tuple(float((1.0 + cosines[unique[text]]) / 2.0) for text in texts)
 
 
-def _load(model: str, device: str | None) -> Any:
+def _load(model: str, device: str | None, local_files_only: bool) -> Any:
     # Imported here: it takes seconds, and the other methods do without it.
     from sentence_transformers import SentenceTransformer
 
     source = resolve(model)
-    options: dict[str, Any] = {
-        "device": device,
-        "trust_remote_code": False,
-        "model_kwargs": {"use_safetensors": True},
-    }
-    # Missing folder, refused hub, foreign format: the library has a different error class for each.
-    if isinstance(source, str):
-        with suppress(Exception):
-            return SentenceTransformer(source, local_files_only=True, **options)
     try:
-        if isinstance(source, str):
-            # Not in the hub's cache. A hub out of reach says so here within seconds, not after many retries.
-            HfApi().model_info(source, timeout=_HUB_TIMEOUT_S)
-        return SentenceTransformer(str(source), **options)
+        if isinstance(source, str) and not local_files_only:
+            require_on_hub(source)
+        return SentenceTransformer(
+            str(source),
+            device=device,
+            trust_remote_code=False,
+            local_files_only=local_files_only,
+            model_kwargs={"use_safetensors": True},
+        )
+    # Missing folder, refused hub, foreign format: the library has a different error class for each.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0][:300]
         raise ModelError(

@@ -2,20 +2,43 @@
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
-from headbank.bank import Bank, check
-from headbank.errors import BankError
+from headbank.bank import Bank, check, find, read, shipped_root
+from headbank.errors import BankError, InputTooLong
 from headbank.models.base import Capture, HeadRunner
+from headbank.models.fake import FAKE_HEAD_SETS, FAKE_MODEL
 from headbank.numerics.spans import span_mass, span_mean, top_windows
 from headbank.numerics.voting import ranks, vote_order
-from headbank.types import Aggregation, HeadSet, HeadVote, PromptLayout, Ranking, RankOptions, Snippet, View
+from headbank.types import (
+    Aggregation,
+    HeadId,
+    HeadSet,
+    HeadVote,
+    ModelInfo,
+    PromptLayout,
+    Ranking,
+    RankOptions,
+    Snippet,
+    View,
+)
 
 SNIPPET_TOKENS = 24
 """Length of an evidence snippet in tokens."""
 
 SNIPPETS_PER_DOCUMENT = 2
+
+
+def open_bank(root: Path | None, info: ModelInfo) -> Bank:
+    """The bank of a model under `root`; None: from the banks that ship with the package, or the fake engine's own.
+
+    Raises BankError when there is none.
+    """
+    if root is None and info.model_id == FAKE_MODEL:
+        return Bank(info, "joint", {heads.name: heads for heads in FAKE_HEAD_SETS}, maps={}, training={})
+    return read(find(root or shipped_root(), info))
 
 
 class HeadReranker:
@@ -54,9 +77,30 @@ class HeadReranker:
             reserve_tokens=self._response_tokens if options.view == "response" else 0,
         )
 
+    def voters(self, layout: PromptLayout, view: View) -> tuple[HeadId, ...]:
+        """The heads of a view that see the whole prompt: behind a shorter window a document would look unread.
+
+        Raises InputTooLong (field `documents`) when none does, BankError when the bank has no heads for the view.
+        """
+        windows = self._runner.info.windows
+        needed = layout.length + (self._response_tokens if view == "response" else 0)
+        chosen = self.head_set(view).heads
+        seeing = tuple(head for head in chosen if (windows[head.layer] or needed) >= needed)
+        if not seeing:
+            limit = max(windows[head.layer] or 0 for head in chosen)
+            raise InputTooLong(
+                "documents",
+                f"take {needed} tokens, the voting heads see {limit}; send fewer or shorter ones",
+                limit,
+            )
+        return seeing
+
     def capture(self, layout: PromptLayout, views: Sequence[View]) -> Capture:
-        """The attention of the voting heads of all given views over a prompt, from one forward pass."""
-        heads = dict.fromkeys(head for view in views for head in self.head_set(view).heads)
+        """The attention of the voting heads of all given views over a prompt, from one forward pass.
+
+        Raises as `voters` does.
+        """
+        heads = dict.fromkeys(head for view in views for head in self.voters(layout, view))
         return self._runner.capture(
             layout, heads=tuple(heads), views=views, max_new_tokens=self._response_tokens
         )
@@ -68,11 +112,10 @@ class HeadReranker:
 
         Returns their mass [n, D] float64 (the mean is `span_mean` of it), the scores [D] float64 and the order.
         """
-        chosen = self.head_set(view)
-        rows = [capture.heads.index(head) for head in chosen.heads]
+        rows = [capture.heads.index(head) for head in self.voters(layout, view)]
         mass = span_mass(capture.mass[view][rows], layout.documents)
         means = span_mean(mass, torch.tensor([span.length for span in layout.documents]))
-        scores, order = vote_order(means, aggregation or chosen.default_aggregation)
+        scores, order = vote_order(means, aggregation or self.head_set(view).default_aggregation)
         return mass, scores, order
 
     def rank(self, query: str, documents: Sequence[str], options: RankOptions) -> Ranking:

@@ -1,6 +1,7 @@
 """The calibration job on a model with planted heads: it finds the planted one, and survives being stopped."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,15 @@ import pytest
 import torch
 
 from headbank import bank as banks
-from headbank.errors import BankError, DataError
+from headbank.errors import BankError, DataError, NonFiniteScore
 from headbank.jobs.calibrate import Calibration, calibrate
 from headbank.jobs.capture import CaptureConfig, all_placements, capture_folder, capture_samples
 from headbank.jobs.placements import placement_order, placement_positions
 from headbank.jobs.select import SelectConfig, select, view_statistics
+from headbank.models.base import Capture
 from headbank.models.hf import HFRunner
 from headbank.numerics.spans import span_mass
-from headbank.types import Document, HeadId, Sample, View
+from headbank.types import Document, HeadId, ModelInfo, Sample, View
 from tests.support.planted import planted_runner, planted_samples
 
 PLACEMENTS = 3
@@ -200,6 +202,67 @@ def test_layers_with_a_short_window_cannot_vote(planted: Any, tmp_path: Path) ->
     eligible[heads["planted"].layer] = False
     chosen = select(view_statistics(shards, view), view, SelectConfig(count=2), eligible).head_set
     assert all(head.layer != heads["planted"].layer for head in chosen.heads)
+
+
+class Changed:
+    """A runner that differs from another in what is given."""
+
+    def __init__(self, runner: HFRunner, info: ModelInfo | None = None, spoil: float | None = None) -> None:
+        self.runner, self.spoil = runner, spoil
+        self.info = info or runner.info
+        self.prompts = runner.prompts
+
+    def capture_many(self, *args: Any, **kwargs: Any) -> list[Capture]:
+        captures = self.runner.capture_many(*args, **kwargs)
+        if self.spoil is not None:
+            next(iter(captures[-1].mass.values()))[0, 0] = self.spoil
+        return captures
+
+
+@pytest.mark.parametrize("views", [("query",), ("response",)])
+def test_windows_shorter_than_the_prompts_take_their_layers_out(
+    planted: Any, tmp_path: Path, views: tuple[View, ...]
+) -> None:
+    runner, heads = planted
+    samples = planted_samples(3)
+    shards = capture_samples(
+        runner, samples, CaptureConfig(3, views, response_tokens=2), tmp_path / "shards"
+    )[0]
+    # Exactly as long as the longest prompt: enough for the query, two tokens short for a response.
+    window = max(shard.prompt_tokens for shard in shards)
+    windows = tuple(
+        window if layer == heads["planted"].layer else None for layer in range(runner.info.n_layers)
+    )
+    result = run(Changed(runner, replace(runner.info, windows=windows)), samples, tmp_path, views=views)  # type: ignore[arg-type]
+    chosen = result.bank.head_sets[f"expert.{views[0]}"].heads
+    assert (heads["planted"] in chosen) is (views == ("query",))
+
+
+def test_a_model_that_sees_no_prompt_whole_is_an_error(planted: Any, tmp_path: Path) -> None:
+    runner, _ = planted
+    blind = replace(runner.info, windows=(8,) * runner.info.n_layers)
+    with pytest.raises(DataError, match="no layer sees more than 8"):
+        run(Changed(runner, blind), planted_samples(2), tmp_path)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_attention_that_is_not_finite_never_becomes_a_shard(
+    planted: Any, tmp_path: Path, value: float
+) -> None:
+    runner, _ = planted
+    sample = planted_samples(1)[0]
+    with pytest.raises(NonFiniteScore, match=sample.id):
+        run(Changed(runner, spoil=value), [sample], tmp_path)  # type: ignore[arg-type]
+    assert list(tmp_path.glob(".captures/*/*.safetensors")) == []
+
+
+def test_the_bank_of_another_model_is_not_replaced(planted: Any, tmp_path: Path) -> None:
+    runner, _ = planted
+    before = bank_bytes(run(runner, planted_samples(2), tmp_path).folder)
+    other = Changed(runner, replace(runner.info, config_hash="other"))
+    with pytest.raises(BankError, match="config_hash"):
+        run(other, planted_samples(2), tmp_path)  # type: ignore[arg-type]
+    assert bank_bytes(tmp_path / banks.slug(runner.info.model_id)) == before
 
 
 def test_all_placements_go_by_the_most_frequent_number_of_distractors() -> None:

@@ -9,9 +9,8 @@ from headbank.errors import InputError
 from headbank.jobs.evaluate import Method, evaluate, head_methods
 from headbank.models.fake import FakeRunner
 from headbank.rerankers.base import by_score
-from headbank.rerankers.heads import HeadReranker
+from headbank.rerankers.heads import HeadReranker, open_bank
 from headbank.types import Document, Ranking, RankOptions, Sample
-from tests.support.banks import fake_bank
 
 
 class Fixed:
@@ -93,7 +92,7 @@ def words_sample(id: str = "w") -> Sample:
 
 def test_all_methods_on_heads_read_one_forward_pass() -> None:
     runner = CountingRunner()
-    reranker = HeadReranker(runner, fake_bank(runner.info))
+    reranker = HeadReranker(runner, open_bank(None, runner.info))
     CountingRunner.captures = 0
     result = evaluate(
         head_methods(reranker, ("query", "response")), [words_sample()], k=1, latency_questions=0
@@ -105,7 +104,7 @@ def test_all_methods_on_heads_read_one_forward_pass() -> None:
 
 def test_a_question_too_long_for_the_model_is_left_out_for_every_method() -> None:
     runner = FakeRunner()
-    reranker = HeadReranker(runner, fake_bank(runner.info))
+    reranker = HeadReranker(runner, open_bank(None, runner.info))
     long = Sample("long", "falcon", (Document("word " * 9000, gold=True, relevance=1), Document("b")))
     methods = [*head_methods(reranker, ("query",)), Method("fixed", ByLength(), RankOptions())]
     result = evaluate(methods, [long, words_sample()], latency_questions=0)

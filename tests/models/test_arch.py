@@ -11,6 +11,7 @@ import torch
 from headbank.errors import UnsupportedModel
 from headbank.models.arch import (
     TESTED_FAMILIES,
+    context_tokens,
     decoder_layers,
     describe,
     layer_windows,
@@ -224,6 +225,26 @@ def test_the_tokenizer_hash_leaves_the_template_and_padding_out() -> None:
     other = copy.deepcopy(tiny_tokenizer(chat_template=None))
     other.add_tokens(["a token past the end of every text"])
     assert tokenizer_hash(other) == tokenizer_hash(tiny_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("longrope", 4096), ("dynamic", 4096), ("default", 131072), ("llama3", 131072)]
+)
+def test_ropes_that_change_with_length_hold_a_model_to_its_original_context(kind: str, expected: int) -> None:
+    config = SimpleNamespace(
+        max_position_embeddings=131072,
+        rope_parameters={"rope_type": kind, "original_max_position_embeddings": 4096},
+    )
+    assert context_tokens(config) == expected
+
+
+def test_the_original_context_may_stand_in_the_configuration_itself() -> None:
+    config = SimpleNamespace(
+        max_position_embeddings=131072,
+        original_max_position_embeddings=4096,
+        rope_parameters={"rope_type": "longrope"},
+    )
+    assert context_tokens(config) == 4096
 
 
 def test_a_model_without_decoder_layers_is_refused() -> None:

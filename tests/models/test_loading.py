@@ -76,6 +76,13 @@ def test_an_unknown_precision_is_an_input_error(saved: Path, dtype: str) -> None
     assert caught.value.field == "dtype"
 
 
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99"])
+def test_a_device_that_is_not_there_is_an_input_error(saved: Path, device: str) -> None:
+    with pytest.raises(InputError) as caught:
+        load_runner(str(saved), dtype="float32", device=device)
+    assert caught.value.field == "device"
+
+
 def test_an_empty_folder_is_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=str(tmp_path)):
         load_runner(str(tmp_path), device="cpu")

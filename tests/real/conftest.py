@@ -15,6 +15,7 @@ from headbank.models.catalogue import DEFAULT_MODEL
 from headbank.models.pull import pull
 
 START_S = 240
+COMMAND = "from headbank.cli import main; main()"
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +38,7 @@ def real_server(real_model: str, tmp_path_factory: pytest.TempPathFactory) -> It
             [
                 sys.executable,
                 "-c",
-                "from headbank.cli import main; main()",
+                COMMAND,
                 "serve",
                 "--model",
                 real_model,

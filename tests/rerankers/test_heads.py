@@ -12,9 +12,9 @@ from headbank.errors import BankError, BankMismatch, InputTooLong
 from headbank.jobs.dump import dump_ranking
 from headbank.models.fake import FakeRunner
 from headbank.models.hf import HFRunner
-from headbank.rerankers.heads import HeadReranker
-from headbank.types import HeadId, RankOptions, View
-from tests.support.banks import bank_of, fake_bank
+from headbank.rerankers.heads import HeadReranker, open_bank
+from headbank.types import HeadId, ModelInfo, RankOptions, View
+from tests.support.banks import bank_of
 from tests.support.planted import planted_runner, planted_samples
 from tests.support.tiny_models import eager, tiny_runner
 
@@ -34,7 +34,7 @@ def planted() -> tuple[HFRunner, dict[str, HeadId]]:
 @pytest.fixture
 def fake() -> HeadReranker:
     runner = FakeRunner()
-    return HeadReranker(runner, fake_bank(runner.info))
+    return HeadReranker(runner, open_bank(None, runner.info))
 
 
 @pytest.mark.parametrize("view", ["query", "response"])
@@ -135,10 +135,46 @@ def test_a_set_over_the_context_is_refused_by_name(fake: HeadReranker) -> None:
     assert caught.value.limit is not None
 
 
+class Windowed(FakeRunner):
+    """The fake engine with a sliding window in the layer of the biased head, and others on demand."""
+
+    def __init__(self, windows: tuple[int | None, ...]) -> None:
+        super().__init__()
+        self.windows = windows
+
+    @property
+    def info(self) -> ModelInfo:
+        return replace(super().info, windows=self.windows)
+
+
+def test_heads_behind_a_window_shorter_than_the_prompt_do_not_vote() -> None:
+    runner = Windowed((None, 20, None, None))
+    reranker = HeadReranker(runner, bank_of(runner.info, (HeadId(1, 0), HeadId(2, 1))))
+    long = reranker.rank(QUERY, DOCUMENTS, RankOptions(explain=True))
+    assert [str(vote.head) for vote in long.votes] == ["L2H1"]
+    short = reranker.rank("falcon", ("a",), RankOptions(explain=True))
+    assert short.input_tokens <= 20
+    assert [str(vote.head) for vote in short.votes] == ["L1H0", "L2H1"]
+
+
+@pytest.mark.parametrize(("room", "legal"), [(0, False), (16, True)])
+def test_the_response_view_counts_the_answer_towards_the_window(room: int, legal: bool) -> None:
+    layout = FakeRunner().prompts.build(QUERY, DOCUMENTS)
+    runner = Windowed((None, None, layout.length + room, None))
+    reranker = HeadReranker(runner, bank_of(runner.info, (HeadId(2, 1),)), response_tokens=16)
+    assert reranker.rank(QUERY, DOCUMENTS, RankOptions(view="query")).order[0] == 1
+    if legal:
+        assert reranker.rank(QUERY, DOCUMENTS, RankOptions(view="response")).order[0] == 1
+    else:
+        with pytest.raises(InputTooLong) as caught:
+            reranker.rank(QUERY, DOCUMENTS, RankOptions(view="response"))
+        assert (caught.value.field, caught.value.limit) == ("documents", layout.length)
+
+
 def test_a_bank_of_another_model_is_refused() -> None:
     runner = FakeRunner()
     with pytest.raises(BankMismatch, match="config_hash"):
-        HeadReranker(runner, fake_bank(replace(runner.info, config_hash="other")))
+        HeadReranker(runner, open_bank(None, replace(runner.info, config_hash="other")))
 
 
 def test_a_view_without_heads_is_named(planted: Any) -> None:

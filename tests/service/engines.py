@@ -33,6 +33,10 @@ INFO = EngineInfo(
 )
 
 
+class AcceleratorError(RuntimeError):
+    """Named as torch names what a failed GPU raises; torch itself is not loaded here."""
+
+
 class ScriptedEngine:
     """Does what the first word of the query says; longer documents rank first."""
 
@@ -50,6 +54,10 @@ class ScriptedEngine:
             time.sleep(float(argument.split()[0]))
         elif verb == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif verb == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif verb == "device":
+            raise AcceleratorError("illegal memory access")
         elif verb == "bug":
             raise ValueError(f"about {job.query}")
         elif verb == "nan":

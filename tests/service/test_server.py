@@ -207,6 +207,29 @@ def test_killed_engine_is_503_for_its_request_then_red_then_green(server):
     assert "headrank_engine_restarts 1.0" in httpx.get(f"{server.url}/metrics").text
 
 
+def test_an_engine_told_to_end_answers_its_request_first(server):
+    before = server.worker.restarts
+    assert post(server, "term").status_code == 200
+    until_restarted(server, before)
+    assert post(server, "plain").status_code == 200
+
+
+def test_a_failed_device_is_503_and_a_new_engine(server):
+    before = server.worker.restarts
+    answer = post(server, "device")
+    assert answer.status_code == 503
+    assert "illegal" not in answer.text
+    until_restarted(server, before)
+    assert post(server, "plain").status_code == 200
+
+
+def until_restarted(server, before):
+    end = time.monotonic() + 30
+    while server.worker.restarts == before or server.worker.state != "ready":
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_shutdown_lets_running_requests_finish(tmp_path):
     answers = []
     with live_server(Settings(model="scripted", bank=tmp_path / "log")) as live:

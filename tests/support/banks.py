@@ -1,13 +1,7 @@
 """Banks for engines whose heads are known."""
 
 from headbank.bank import Bank
-from headbank.models.fake import FAKE_HEAD_SETS
 from headbank.types import HeadId, HeadSet, ModelInfo, View
-
-
-def fake_bank(info: ModelInfo) -> Bank:
-    """The bank of the fake engine."""
-    return Bank(info, "joint", {heads.name: heads for heads in FAKE_HEAD_SETS}, maps={}, training={})
 
 
 def bank_of(

@@ -1,0 +1,225 @@
+"""The commands, end to end on the fake engine: files in, tables and JSON out, errors in one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from headbank.cli import app, main
+from headbank.errors import DataError, HeadRankError, InputError
+
+QUERY = "Where does the falcon nest?"
+DOCUMENTS = [
+    "Rivers carry cold water to the sea.",
+    "The falcon nests on the granite tower.",
+    "Bread is baked in the morning.",
+]
+
+
+def run(*arguments: str, stdin: str | None = None) -> str:
+    result = CliRunner().invoke(app, list(arguments), input=stdin, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def questions(n: int) -> list[dict[str, Any]]:
+    animals = ["falcon", "otter", "badger", "heron", "lynx", "marten"]
+    return [
+        {
+            "id": f"q{i}",
+            "question": f"Where does the {animals[i % 6]} sleep?",
+            "answer": "tower",
+            "documents": [
+                {"text": f"The {animals[i % 6]} rests in cave number {i}.", "gold": True},
+                {"text": "Rivers carry cold water.", "gold": False},
+                {"text": "Bread is baked early.", "gold": False},
+                {"text": "Violins have four strings.", "gold": False},
+            ],
+        }
+        for i in range(n)
+    ]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(map(json.dumps, questions(6))))
+    return path
+
+
+@pytest.mark.parametrize("method", ["heads", "bm25"])
+def test_rerank_lines_of_standard_input(method: str) -> None:
+    out = run(
+        "rerank", "-q", QUERY, "--model", "fake", "--method", method, "--json", stdin="\n".join(DOCUMENTS)
+    )
+    answer = json.loads(out)
+    assert answer["results"][0]["index"] == 1
+    assert answer["results"][0]["document"]["text"] == DOCUMENTS[1]
+    assert sorted(r["index"] for r in answer["results"]) == [0, 1, 2]
+
+
+def test_rerank_documents_as_jsonl(tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text("\n".join(json.dumps({"title": "T", "text": text}) for text in DOCUMENTS))
+    answer = json.loads(run("rerank", str(path), "-q", QUERY, "--model", "fake", "--json", "--top-n", "1"))
+    assert [r["index"] for r in answer["results"]] == [1]
+    assert answer["results"][0]["document"]["text"] == f"T\n{DOCUMENTS[1]}"
+
+
+def test_rerank_whole_requests(tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    requests = [{"query": QUERY, "documents": DOCUMENTS}, {"query": QUERY, "documents": DOCUMENTS[::-1]}]
+    path.write_text("\n".join(map(json.dumps, requests)))
+    lines = run("rerank", str(path), "--model", "fake", "--json").splitlines()
+    assert [json.loads(line)["results"][0]["index"] for line in lines] == [1, 1]
+
+
+def test_rerank_table_shows_votes_and_evidence() -> None:
+    out = run("rerank", "-q", QUERY, "--model", "fake", "--explain", stdin="\n".join(DOCUMENTS))
+    assert "L2H1" in out
+    assert "granite" in out
+
+
+def test_rerank_prints_documents_that_look_like_markup() -> None:
+    out = run("rerank", "-q", "falcon [bold]", "--model", "fake", stdin="a [red]falcon[/red] [/]\nb\n")
+    assert "[red]falcon[/red] [/]" in out
+    assert "falcon [bold]  [heads, " in out
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_document(tmp_path: Path) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text("\ufeff" + json.dumps({"text": DOCUMENTS[1]}))
+    from_file = json.loads(run("rerank", str(path), "-q", QUERY, "--model", "fake", "--json"))
+    from_pipe = json.loads(run("rerank", "-q", QUERY, "--model", "fake", "--json", stdin=path.read_text()))
+    assert [a["results"][0]["document"]["text"] for a in (from_file, from_pipe)] == [DOCUMENTS[1]] * 2
+
+
+def test_rerank_dump_has_the_documented_arrays(tmp_path: Path) -> None:
+    path = tmp_path / "vote.npz"
+    run("rerank", "-q", QUERY, "--model", "fake", "--dump", str(path), stdin="\n".join(DOCUMENTS))
+    with np.load(path) as dump:
+        names = {"ids", "prompt_tokens", "spans", "source", "heads", "mass", "scores", "order", "aggregation"}
+        assert set(dump.files) == names
+        assert dump["spans"].shape == (3, 2)
+        assert dump["mass"].shape == (1, 3)
+        assert dump["order"][0] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["rerank", "-q", "x", "--view", "both"], "view: must be one of query, response"),
+        (["rerank", "-q", "x", "--aggregation", "mean"], "aggregation: must be one of borda, rrf, share"),
+        (["rerank", "-q", "x", "--method", "magic"], "method: must be one of heads, bm25, dense"),
+        (["rerank"], "query: is needed"),
+        (["rerank", "-q", "x", "--method", "bm25", "--dump", "x.npz"], "dump: needs the method heads"),
+        (["calibrate", "--model", "fake", "--bank", "b", "--data", "no.jsonl"], "no.jsonl: cannot be read"),
+        (
+            ["calibrate", "--model", "fake", "--bank", "b", "--data", "no", "--methods", "x"],
+            "methods: must be",
+        ),
+        (
+            ["calibrate", "--model", "fake", "--bank", "b", "--data", "no", "--placements", "0"],
+            "placements: ",
+        ),
+        (
+            ["calibrate", "--model", "fake", "--bank", "b", "--data", "no", "--view", "x"],
+            "view: must be one of",
+        ),
+        (["evaluate", "--data", "no", "--methods", "x"], "methods: must name at least one"),
+        (["evaluate", "--data", "no", "--json", "no/folder/x.json"], "json: must name a file in a folder"),
+        (
+            ["rerank", "-q", "x", "--model", "fake", "--dump", "no/x.npz"],
+            "dump: must name a file in a folder",
+        ),
+    ],
+)
+def test_bad_input_names_the_field(arguments: list[str], error: str) -> None:
+    with pytest.raises((InputError, DataError)) as caught:
+        CliRunner().invoke(app, arguments, input="a document\n", catch_exceptions=False)
+    assert error in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line", ["{not json", '{"text": 3}', '{"title": "no text"}', '{"text":' + "[" * 100_000]
+)
+def test_bad_lines_are_named_by_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "documents.jsonl"
+    path.write_text(json.dumps({"text": "fine"}) + "\n" + line)
+    with pytest.raises(DataError) as caught:
+        run("rerank", str(path), "-q", QUERY, "--model", "fake")
+    assert "line 2" in str(caught.value)
+    assert "not json" not in str(caught.value)
+
+
+def test_an_error_is_one_line_and_exit_code_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["headrank", "rerank", "missing.txt", "-q", "x", "--model", "fake"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    assert capsys.readouterr().err.strip() == "error: missing.txt: cannot be read: No such file or directory"
+
+
+def test_calibrate_show_verify_plot_evaluate_and_rerank(tmp_path: Path, data: Path) -> None:
+    root = tmp_path / "banks"
+    out = run("calibrate", "--model", "fake", "--bank", str(root), "--data", str(data), "--placements", "all")
+    assert "6 samples used" in out
+    # The matching head passes in every placement and ranks first; the biased head only where golds stand first.
+    manifest = json.loads((root / "fake" / "manifest.json").read_text())
+    chosen = manifest["head_sets"]["expert.query"]
+    assert (chosen["heads"][0], chosen["strict_experts"]) == ([2, 1], 1)
+    assert manifest["training"]["capture"]["placements"] == 4
+    assert (root / "fake.query.png").stat().st_size > 10_000
+    assert "L2H1" in run("bank", "show", str(root))
+    run("bank", "verify", str(root), "--model", "fake")
+    results = tmp_path / "results.json"
+    out = run(
+        "evaluate", "--model", "fake", "--bank", str(root), "--data", str(data), "--methods", "heads,bm25",
+        "--k", "1", "--json", str(results), "--latency-questions", "1",
+    )  # fmt: skip
+    content = json.loads(results.read_text())
+    assert set(content["metrics"]) == {"heads (query)", "heads (response)", "bm25"}
+    assert content["metrics"]["bm25"]["P@1"]["mean"] == 1.0
+    assert content["heads"]["query"][0] == "L2H1"
+    assert "heads (query)" in out
+
+
+def test_a_killed_run_continues_to_the_same_bytes(tmp_path: Path) -> None:
+    data = tmp_path / "many.jsonl"
+    data.write_text("\n".join(map(json.dumps, questions(300))))
+
+    def arguments(root: Path) -> list[str]:
+        return ["calibrate", "--model", "fake", "--bank", str(root), "--data", str(data), "--view", "query"]
+
+    code = "from headbank.cli import main; main()"
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments(tmp_path / "killed")], env=os.environ)
+    deadline = time.monotonic() + 120
+    while len(list((tmp_path / "killed").glob(".captures/*/*.safetensors"))) < 20:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    done = len(list((tmp_path / "killed").glob(".captures/*/*.safetensors")))
+    assert done < 300, "the run was over before it could be killed"
+    assert not (tmp_path / "killed" / "fake").exists()
+    out = run(*arguments(tmp_path / "killed"))
+    assert f"({done} captured earlier)" in out
+    run(*arguments(tmp_path / "whole"))
+    for name in ("manifest.json", "maps.safetensors"):
+        assert (tmp_path / "killed/fake" / name).read_bytes() == (tmp_path / "whole/fake" / name).read_bytes()
+
+
+def test_a_model_without_a_bank_says_how_to_make_one(tmp_path: Path) -> None:
+    with pytest.raises(HeadRankError, match="headrank calibrate --model"):
+        run("rerank", "-q", "x", "--model", "fake", "--bank", str(tmp_path), stdin="a\n")
