@@ -28,7 +28,7 @@ def dump_ranking(
     capture = reranker.capture(layout, (options.view,))
     mass, scores, order = reranker.rank_captured(capture, layout, options.view, options.aggregation)
     aggregation = options.aggregation or reranker.head_set(options.view).default_aggregation
-    arrays = _arrays(layout, capture, options)
+    arrays: dict[str, Any] = _arrays(layout, capture, options)
     arrays |= {
         "mass": mass.numpy(),
         "scores": scores.numpy(),

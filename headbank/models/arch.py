@@ -77,7 +77,9 @@ def context_tokens(config: Any) -> int:
     longest = int(config.max_position_embeddings)
     if rope.get("rope_type") in ("longrope", "dynamic"):
         original = rope.get("original_max_position_embeddings")
-        longest = min(longest, int(original or getattr(config, "original_max_position_embeddings", longest)))
+        if original is None:
+            original = getattr(config, "original_max_position_embeddings", longest)
+        longest = min(longest, int(original or longest))
     return longest
 
 

@@ -125,21 +125,25 @@ def _load(model: str, device: str | None, local_files_only: bool) -> Any:
     from sentence_transformers import SentenceTransformer
 
     source = resolve(model)
-    try:
-        if isinstance(source, str) and not local_files_only:
-            require_on_hub(source)
-        return SentenceTransformer(
-            str(source),
-            device=device,
-            trust_remote_code=False,
-            local_files_only=local_files_only,
-            model_kwargs={"use_safetensors": True},
-        )
+    options: dict[str, Any] = {
+        "device": device,
+        "trust_remote_code": False,
+        "model_kwargs": {"use_safetensors": True},
+    }
     # Missing folder, refused hub, foreign format: the library has a different error class for each.
+    try:
+        return SentenceTransformer(str(source), local_files_only=True, **options)
     except Exception as error:
-        reason = (str(error).strip().splitlines() or [""])[0][:300]
-        raise ModelError(
-            f"the embedding model cannot be loaded ({type(error).__name__}: {reason}); fetch one with "
-            "`headrank pull all-minilm-l6-v2` and name it with `--dense-model all-minilm-l6-v2`, "
-            "or give the path of a sentence-transformers folder"
-        ) from error
+        reason = error
+    if isinstance(source, str) and not local_files_only:
+        try:
+            require_on_hub(source)
+            return SentenceTransformer(source, **options)
+        except Exception as error:
+            reason = error
+    text = (str(reason).strip().splitlines() or [""])[0][:300]
+    raise ModelError(
+        f"the embedding model cannot be loaded ({type(reason).__name__}: {text}); fetch one with "
+        "`headrank pull all-minilm-l6-v2` and name it with `--dense-model all-minilm-l6-v2`, "
+        "or give the path of a sentence-transformers folder"
+    ) from reason

@@ -27,8 +27,7 @@ def test_the_chain_needs_both_its_documents() -> None:
     assert "Tarnwick" not in documents[birth]
 
 
-def test_words_in_common_do_not_answer_the_harder_questions() -> None:
-    for query, documents, expected in load_demo()[1:]:
-        shared = [len(set(words(query)) & set(words(document))) for document in documents]
-        best = sorted(range(8), key=lambda i: -shared[i])[: len(expected)]
-        assert not set(best) & set(expected)
+def test_words_in_common_do_not_answer_the_chain() -> None:
+    query, documents, (birth, _) = load_demo()[1]
+    shared = [len(set(words(query)) & set(words(document))) for document in documents]
+    assert sum(count > shared[birth] for count in shared) >= 2

@@ -215,7 +215,9 @@ class Changed:
     def capture_many(self, *args: Any, **kwargs: Any) -> list[Capture]:
         captures = self.runner.capture_many(*args, **kwargs)
         if self.spoil is not None:
-            next(iter(captures[-1].mass.values()))[0, 0] = self.spoil
+            mass = {view: rows.clone() for view, rows in captures[-1].mass.items()}
+            next(iter(mass.values()))[0, 0] = self.spoil
+            captures[-1] = replace(captures[-1], mass=mass)
         return captures
 
 

@@ -74,8 +74,9 @@ def test_a_real_vote_recomputed_by_plain_transformers(real_model: str, tmp_path:
 
 
 def test_cohere_client_gets_the_answer_first(real_server: str) -> None:
-    client = cohere.ClientV2(api_key="none", base_url=real_server)
-    results = client.rerank(model="any", query=QUERY, documents=DOCUMENTS).results
+    with httpx.Client() as transport:
+        client = cohere.ClientV2(api_key="none", base_url=real_server, httpx_client=transport)
+        results = client.rerank(model="any", query=QUERY, documents=DOCUMENTS).results
     assert results[0].index == 1
     assert sorted(result.index for result in results) == [0, 1, 2]
     scores = [result.relevance_score for result in results]

@@ -60,7 +60,7 @@ class PlantedModel:
 @pytest.fixture
 def model(monkeypatch: pytest.MonkeyPatch) -> PlantedModel:
     planted = PlantedModel()
-    monkeypatch.setattr(dense, "_load", lambda model, device: planted)
+    monkeypatch.setattr(dense, "_load", lambda model, device, local_files_only: planted)
     return planted
 
 
@@ -158,6 +158,7 @@ def test_a_local_folder_is_loaded_without_foreign_code(library: type[PlantedMode
     assert loaded.place == str(tmp_path)
     assert loaded.options == {
         "device": "cpu",
+        "local_files_only": True,
         "trust_remote_code": False,
         "model_kwargs": {"use_safetensors": True},
     }
@@ -182,21 +183,24 @@ def test_a_missing_model_says_how_to_get_one(
             tried.append("local" if options.get("local_files_only") else "hub")
             raise OSError("no such model")
 
-    class Unreachable:
-        def model_info(self, name: str, timeout: float) -> None:
-            raise ConnectionError("no route\nto the hub")
+    def unreachable(repo_id: str) -> None:
+        raise ModelError(f"{repo_id}: no route\nto the hub")
 
     monkeypatch.setenv("HEADRANK_MODELS_DIR", str(tmp_path))
     monkeypatch.setattr(sys.modules["sentence_transformers"], "SentenceTransformer", Missing)
-    monkeypatch.setattr(dense, "HfApi", Unreachable)
+    monkeypatch.setattr(dense, "require_on_hub", unreachable)
     with pytest.raises(ModelError) as caught:
         Dense()
     message = str(caught.value)
-    assert "(ConnectionError: no route)" in message
+    assert "no route)" in message
     assert "`headrank pull all-minilm-l6-v2`" in message and "`--dense-model all-minilm-l6-v2`" in message
     assert tried == ["local"]  # the slow way was not taken
     with pytest.raises(ModelError, match="OSError: no such model"):
         Dense(str(tmp_path))
+    tried.clear()
+    with pytest.raises(ModelError, match="OSError: no such model"):
+        Dense(local_files_only=True)
+    assert tried == ["local"]
 
 
 @pytest.mark.real
