@@ -55,10 +55,26 @@ def test_every_path_of_the_api_is_in_the_readme() -> None:
         assert f"`{path}`" in README
 
 
-def test_the_map_names_every_module() -> None:
-    for path in [*ROOT.glob("headbank/**/*.py"), *ROOT.glob("service/**/*.py")]:
-        if path.name != "__init__.py":
-            assert path.name in README, f"{path.relative_to(ROOT)} is missing from the map"
+def _mapped() -> set[str]:
+    """Paths of the map of the tree: a line's folder is the last one above it that is indented less."""
+    block = README[README.index("## Map of the tree") :].split("```")[1]
+    paths: set[str] = set()
+    folders: list[tuple[int, str]] = []
+    for line in block.splitlines()[1:]:
+        indent = len(line) - len(line.lstrip())
+        name = line.split()[0]
+        folders = [(depth, folder) for depth, folder in folders if depth < indent]
+        parent = folders[-1][1] if folders else ""
+        if name.endswith("/"):
+            folders.append((indent, parent + name))
+        else:
+            paths.add(parent + name)
+    return paths
+
+
+def test_the_map_names_every_module_and_no_other() -> None:
+    modules = [*ROOT.glob("headbank/**/*.py"), *ROOT.glob("service/**/*.py")]
+    assert _mapped() == {str(p.relative_to(ROOT)) for p in modules if p.name != "__init__.py"}
 
 
 def test_tested_families_are_listed() -> None:

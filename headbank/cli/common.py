@@ -17,6 +17,8 @@ from rich.progress import (
 from headbank.errors import InputError
 from headbank.types import VIEWS, View
 
+METHODS = ("heads", "bm25", "dense")
+
 _Choice = TypeVar("_Choice", bound=str)
 
 ModelOption = Annotated[

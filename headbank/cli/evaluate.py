@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from headbank.cli.common import (
+    METHODS,
     BankOption,
     DenseModelOption,
     DeviceOption,
@@ -24,8 +25,6 @@ from headbank.data.readers import data_hash, read_samples
 from headbank.errors import InputError
 from headbank.models.catalogue import DEFAULT_EMBEDDING, DEFAULT_MODEL
 from headbank.types import RankOptions
-
-METHODS = ("heads", "bm25", "dense")
 
 
 def evaluate_command(

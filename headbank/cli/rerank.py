@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headbank.cli.common import (
+    METHODS,
     BankOption,
     DenseModelOption,
     DeviceOption,
@@ -27,8 +28,6 @@ from headbank.errors import DataError, InputError
 from headbank.models.catalogue import DEFAULT_EMBEDDING, DEFAULT_MODEL
 from headbank.rerankers.base import Reranker
 from headbank.types import AGGREGATIONS, VIEWS, Ranking, RankOptions
-
-METHODS = ("heads", "bm25", "dense")
 
 
 def rerank_command(

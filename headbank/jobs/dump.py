@@ -22,7 +22,7 @@ def dump_ranking(
     and `order` [D]; `aggregation`.
 
     To recompute: run the model on `ids` with eager attention, take `attentions[layer][0, head, source, :T]`, average
-    over rows, sum over spans.
+    over rows, sum over spans. Raises OSError when the file cannot be written.
     """
     layout = reranker.layout(query, documents, options)
     capture = reranker.capture(layout, (options.view,))

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from headbank.errors import InputError, InputTooLong
-from headbank.numerics.metrics import bootstrap_interval, paired_p_value, rank_metrics_many
+from headbank.numerics.metrics import mean_with_interval, paired_p_value, rank_metrics_many
 from headbank.rerankers.base import Reranker
 from headbank.rerankers.heads import HeadReranker
 from headbank.types import VIEWS, RankOptions, Sample, View
@@ -96,7 +96,8 @@ def evaluate(
         questions=len(relevances),
         skipped=skipped,
         metrics={
-            label: {m: _interval(v, seed) for m, v in columns.items()} for label, columns in values.items()
+            label: {m: mean_with_interval(v, seed) for m, v in columns.items()}
+            for label, columns in values.items()
         },
         p_values=_paired(values, seed),
         latency_s=_latencies(methods, timed),
@@ -143,11 +144,6 @@ def _latencies(methods: Sequence[Method], samples: Sequence[Sample]) -> dict[str
 
 def _columns(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     return {name: [row[name] for row in rows] for name in rows[0]}
-
-
-def _interval(values: Sequence[float], seed: int) -> dict[str, float]:
-    low, high = bootstrap_interval(values, seed=seed)
-    return {"mean": float(np.mean(values)), "low": low, "high": high}
 
 
 def _paired(values: Mapping[str, Mapping[str, Sequence[float]]], seed: int) -> dict[str, dict[str, float]]:

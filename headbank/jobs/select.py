@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headbank.jobs.capture import Shard
 from headbank.numerics import activation
-from headbank.numerics.metrics import bootstrap_interval, rank_metrics_many
+from headbank.numerics.metrics import mean_with_interval, rank_metrics_many
 from headbank.numerics.spans import span_mean
 from headbank.numerics.voting import vote_order
 from headbank.types import AGGREGATIONS, Aggregation, HeadId, HeadSet, View
@@ -79,7 +79,7 @@ def view_statistics(shards: Sequence[Shard], view: View) -> ViewStatistics:
 def choose(
     statistics: ViewStatistics, index: Tensor, config: SelectConfig, eligible: Tensor | None
 ) -> activation.Selection:
-    """Expert heads of the samples `index` [n] int64."""
+    """Expert heads of the samples `index` [n] int64. Raises ValueError as `select_experts` does."""
     active = statistics.active[index]
     return activation.select_experts(
         activation.frequency(active),
@@ -98,7 +98,8 @@ def select(
     """The head set `expert.<view>`, chosen on all samples; its metrics come from cross-validation.
 
     In each fold heads are chosen on the other folds and measured on this one, so no sample is ranked by heads that
-    were chosen on it. `eligible` [L] bool leaves out layers whose window hides documents.
+    were chosen on it. `eligible` [L] bool leaves out layers whose window hides documents. Raises ValueError for
+    thresholds outside [0, 1], or when no layer is eligible.
     """
     n = len(statistics.means)
     everything = torch.arange(n)
@@ -171,7 +172,7 @@ def cross_validate(
         "protocol": f"{folds}-fold cross-validation over samples, mean over placements",
         "samples": n,
         "aggregations": {
-            rule: {name: _with_interval(numbers, config.seed) for name, numbers in metrics.items()}
+            rule: {name: mean_with_interval(numbers, config.seed) for name, numbers in metrics.items()}
             for rule, metrics in values.items()
         },
     }
@@ -186,11 +187,6 @@ def _sample_metrics(
     orders = [vote_order(placement, rule)[1] for placement in votes]
     rows = rank_metrics_many(orders, [gold.int().tolist()] * len(orders), k)
     return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-
-
-def _with_interval(values: Sequence[float], seed: int) -> dict[str, float]:
-    low, high = bootstrap_interval(values, seed=seed)
-    return {"mean": float(np.mean(values)), "low": low, "high": high}
 
 
 def _best_aggregation(dev: dict[str, Any], k: int) -> Aggregation:

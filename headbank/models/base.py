@@ -79,7 +79,8 @@ class HeadRunner(Protocol):
         """Read heads (all of them when `heads` is None) over one prompt.
 
         With the query view alone nothing after the deepest head is computed. With the response view the model
-        writes up to `max_new_tokens` tokens greedily on the same cache and the rows of those tokens are read.
+        writes up to `max_new_tokens` tokens greedily on the same cache and the rows of those tokens are read. Raises
+        InputError for a head that the model does not have, no head, or `max_new_tokens` below 1.
         """
         ...
 

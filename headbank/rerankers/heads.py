@@ -69,7 +69,7 @@ class HeadReranker:
         return self._bank.head_sets[name]
 
     def layout(self, query: str, documents: Sequence[str], options: RankOptions) -> PromptLayout:
-        """The prompt over which the heads vote."""
+        """The prompt over which the heads vote. Raises InputTooLong when it does not fit the model's context."""
         return self._runner.prompts.build(
             query,
             documents,
@@ -111,6 +111,7 @@ class HeadReranker:
         """Let the view's heads vote on a capture that holds their rows.
 
         Returns their mass [n, D] float64 (the mean is `span_mean` of it), the scores [D] float64 and the order.
+        Raises NonFiniteScore for attention that is not finite, and as `voters` does.
         """
         rows = [capture.heads.index(head) for head in self.voters(layout, view)]
         mass = span_mass(capture.mass[view][rows], layout.documents)

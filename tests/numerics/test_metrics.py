@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from headbank.numerics.metrics import bootstrap_interval, paired_p_value, rank_metrics, rank_metrics_many
+from headbank.numerics.metrics import (
+    bootstrap_interval,
+    mean_with_interval,
+    paired_p_value,
+    rank_metrics,
+    rank_metrics_many,
+)
 from tests.support import oracles
 
 
@@ -192,3 +198,10 @@ def test_p_value_of_many_pairs_is_sampled():
 def test_p_value_needs_pairs():
     with pytest.raises(ValueError, match="equal lengths, got 3 and 2"):
         paired_p_value([1, 2, 3], [1, 2])
+
+
+def test_the_mean_stands_beside_its_interval() -> None:
+    values = [0.0, 1.0, 1.0, 0.5]
+    low, high = bootstrap_interval(values, seed=3)
+    assert mean_with_interval(values, seed=3) == {"mean": 0.625, "low": low, "high": high}
+    assert low < 0.625 < high
