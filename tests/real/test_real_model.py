@@ -40,7 +40,7 @@ def test_demo_ends_in_a_ranking(real_model: str) -> None:
         assert question.query.split()[0] in output
     right, of, total = output.strip().splitlines()[-1].split()[:3]
     assert of == "of"
-    assert int(right) >= 3
+    assert int(right) >= 2
     assert int(total) == sum(len(question.expected) for question in load_demo())
 
 
