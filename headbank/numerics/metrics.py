@@ -70,7 +70,7 @@ def bootstrap_interval(
 def mean_with_interval(values: ArrayLike, seed: int = 0) -> dict[str, float]:
     """`mean`, `low` and `high` of `values` [N], with the 95 % interval of `bootstrap_interval`; raises as it does."""
     low, high = bootstrap_interval(values, seed=seed)
-    return {"mean": float(np.mean(values)), "low": low, "high": high}
+    return {"mean": float(np.asarray(values, dtype=np.float64).mean()), "low": low, "high": high}
 
 
 def paired_p_value(a: ArrayLike, b: ArrayLike, seed: int = 0) -> float:
