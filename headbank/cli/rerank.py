@@ -72,6 +72,10 @@ def rerank_command(
     if method not in METHODS:
         raise InputError("method", f"must be one of {', '.join(METHODS)}")
     requests = _read(source, query)
+    if not all(request.query.strip() for request in requests):
+        raise InputError("query", "must not be empty")
+    if not requests or not all(request.documents for request in requests):
+        raise InputError("documents", "must not be empty")
     if dump is not None and (method != "heads" or len(requests) != 1 or not requests[0].documents):
         raise InputError("dump", "needs the method heads and one request with documents")
     if dump is not None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pydantic import BaseModel, StrictStr, ValidationError
+from pydantic import BaseModel, ConfigDict, StrictStr, ValidationError
 
 from headbank.errors import DataError, InputError
 from headbank.types import Document
@@ -28,6 +28,9 @@ class _Document(BaseModel):
 
 
 class _Request(BaseModel):
+    # An unknown key (`top_n`, `model`) would otherwise be ignored in silence.
+    model_config = ConfigDict(extra="forbid")
+
     query: StrictStr
     documents: list[StrictStr | _Document]
 

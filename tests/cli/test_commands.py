@@ -160,6 +160,26 @@ def test_bad_lines_are_named_by_number(tmp_path: Path, line: str) -> None:
     assert "not json" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "query", "error"),
+    [
+        ("a\n", "", "query: must not be empty"),
+        ("a\n", " ", "query: must not be empty"),
+        ("", "x", "documents: must not be empty"),
+        ("\n \n", "x", "documents: must not be empty"),
+        ('{"query": "", "documents": ["a"]}', None, "query: must not be empty"),
+        ('{"query": "x", "documents": []}', None, "documents: must not be empty"),
+        ("", None, "documents: must not be empty"),
+        ('{"query": "x", "documents": ["a"], "top_n": 1}', None, "line 1: top_n: "),
+    ],
+)
+def test_empty_input_and_unknown_keys_are_errors(text: str, query: str | None, error: str) -> None:
+    arguments = ["rerank", "--model", "fake", *(["-q", query] if query is not None else [])]
+    with pytest.raises((InputError, DataError)) as caught:
+        CliRunner().invoke(app, arguments, input=text, catch_exceptions=False)
+    assert error in str(caught.value)
+
+
 def test_an_error_is_one_line_and_exit_code_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
