@@ -9,10 +9,18 @@ from typing import Literal, NamedTuple
 View = Literal["query", "response"]
 """Which source rows vote: the question's tokens, or the tokens of the answer the model itself wrote."""
 
-Aggregation = Literal["borda", "rrf", "share"]
+Layout = Literal["joint", "parallel"]
+"""`joint`: documents follow each other in one causal context. `parallel`: every document is encoded on its own after
+the same prefix, all at the same positions, and the tail sees them all."""
+
+Aggregation = Literal["borda", "rrf", "share", "evidence", "calibrated"]
+"""From heads to one score a document. `borda`, `rrf` and `share` compare the documents of one request; `evidence` is
+the log-odds of a document against tokens that every prompt has, comparable between requests; `calibrated` is ICR's
+attention less that of a content-free query."""
 
 VIEWS: tuple[View, ...] = ("query", "response")
-AGGREGATIONS: tuple[Aggregation, ...] = ("borda", "rrf", "share")
+LAYOUTS: tuple[Layout, ...] = ("joint", "parallel")
+AGGREGATIONS: tuple[Aggregation, ...] = ("borda", "rrf", "share", "evidence", "calibrated")
 
 
 class HeadId(NamedTuple):
@@ -76,11 +84,42 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class PromptStyle:
+    """What shapes a prompt besides its texts; a head set is valid for the style it was calibrated with."""
+
+    layout: Layout = "joint"
+    label: bool = True
+    """A line before each document: "Document 3:" in `joint`, "Document:" in `parallel`, where documents have no
+    number."""
+    query_first: bool = False
+    """The question also stands before the documents. In `parallel` no document can then be kept for other queries."""
+    tail: Literal["longest", "total"] = "longest"
+    """Where the tail of `parallel` stands: after the longest document, or as far as if all followed each other."""
+
+    def __str__(self) -> str:
+        extras = [
+            name
+            for name, on in (
+                ("unlabelled", not self.label),
+                ("query-first", self.query_first),
+                ("far-tail", self.tail == "total"),
+            )
+            if on
+        ]
+        return "+".join([self.layout, *extras])
+
+
+JOINT = PromptStyle()
+"""The papers' prompt."""
+
+
+@dataclass(frozen=True)
 class PromptLayout:
     """A prompt as token ids, with the place of every part recorded while it was built.
 
-    `documents[i]` is the span of the text of document i (its label and separator lie outside);
-    `prefix_end` is where the documents begin, `tail_start` where the last of them (with its separator) ends.
+    `ids` is always prefix, then one block per document, then tail; in `parallel` that is an order on paper, and
+    positions come from `start_positions`. `blocks[i]` holds label, text and separator of document i, `documents[i]`
+    its text alone.
     """
 
     ids: tuple[int, ...]
@@ -90,6 +129,11 @@ class PromptLayout:
     query: Span
     cut: tuple[int, ...] = ()
     """Indices of the documents that were cut to `max_tokens_per_doc`."""
+    blocks: tuple[Span, ...] = ()
+    """Contiguous from `prefix_end` to `tail_start`. [D]"""
+    style: PromptStyle = JOINT
+    tail_position: int = 0
+    """Position of the first tail token; in `joint` that is `tail_start`."""
 
     @property
     def length(self) -> int:
@@ -126,11 +170,48 @@ class HeadSet:
     """Heads that vote together, with what the calibration job learnt about them."""
 
     name: str
+    """`<detector>.<view>.<layout>`."""
+    detector: str
     view: View
     heads: tuple[HeadId, ...]
     default_aggregation: Aggregation
-    strict_experts: int
+    style: PromptStyle = JOINT
+    """The prompt that the heads were calibrated with."""
+    strict_experts: int = 0
     """How many of `heads` pass the strict criterion in every placement; the others are soft fill."""
+    exponent: float = 1.0
+    """Of the length in `evidence`: 0 leaves masses as they are, 1 makes them means."""
+    z_mean: tuple[float, ...] = ()
+    """Mean of each head's log-odds over the calibration documents; empty where `evidence` was not fitted. [n]"""
+    z_std: tuple[float, ...] = ()
+    """Standard deviation of each head's log-odds. [n]"""
+    weights: tuple[float, ...] = ()
+    """Weights of the standardised log-odds; empty: every head counts the same. [n]"""
+    platt: tuple[float, float] | None = None
+    """a and b of `P(relevant) = sigmoid(a z + b)` for the combined log-odds z."""
+    response_tokens: int | None = None
+    """Longest answer that the response view writes."""
+    dev_metrics: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Other voters beside a head set, their weights fitted on the calibration samples."""
+
+    name: str
+    """`fusion.<view>.<layout>`."""
+    head_set: str
+    """Whose combined log-odds are the first feature."""
+    voters: tuple[str, ...]
+    """The other features in order: `bm25`, `dense`."""
+    dense_model: str
+    """Which model's cosines were the feature `dense`; empty without it."""
+    mean: tuple[float, ...]
+    """Of each feature over the calibration documents. [1 + voters]"""
+    std: tuple[float, ...]
+    weights: tuple[float, ...]
+    """Of the standardised features. [1 + voters]"""
+    platt: tuple[float, float]
     dev_metrics: dict[str, object] = field(default_factory=dict)
 
 
@@ -165,6 +246,8 @@ class RankOptions:
     view: View = "query"
     aggregation: Aggregation | None = None
     """None: what the bank names as the default of the head set."""
+    layout: Layout | None = None
+    """None: what the bank names as the default of the view."""
     max_tokens_per_doc: int | None = None
     """None: only the model's context limits a document."""
     explain: bool = False
@@ -180,6 +263,8 @@ class Ranking:
     scores: tuple[float, ...]
     order: tuple[int, ...]
     method: str
+    raw_scores: tuple[float, ...] | None = None
+    """The log-odds behind probabilities; None where scores are not made of them."""
     input_tokens: int = 0
     cut: tuple[int, ...] = ()
     votes: tuple[HeadVote, ...] = ()

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "headbank.errors": set(),
     "headbank.numerics": {"types", "errors", "numerics"},
     "headbank.data": {"types", "errors", "data"},
-    "headbank.bank": {"types", "errors"},
+    "headbank.bank": {"types", "errors", "bank"},
     "headbank.models": {"types", "errors", "numerics", "models"},
     "headbank.rerankers": {"types", "errors", "numerics", "models", "bank", "rerankers"},
     "headbank.jobs": {"types", "errors", "numerics", "models", "bank", "rerankers", "data", "jobs"},

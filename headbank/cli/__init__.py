@@ -6,6 +6,7 @@ import typer
 from rich.console import Console
 
 from headbank.cli.bank import bank_app
+from headbank.cli.bench import bench_command
 from headbank.cli.calibrate import calibrate_command
 from headbank.cli.demo import demo_command
 from headbank.cli.evaluate import evaluate_command
@@ -27,6 +28,7 @@ app.command("rerank")(rerank_command)
 app.command("serve")(serve_command)
 app.command("calibrate")(calibrate_command)
 app.command("evaluate")(evaluate_command)
+app.command("bench")(bench_command)
 app.add_typer(bank_app, name="bank")
 
 

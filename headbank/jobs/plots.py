@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from headbank.bank import Bank
 from headbank.errors import BankError
-from headbank.types import HeadId, HeadSet, View
+from headbank.types import HeadId, HeadSet
 
 DPI = 125
 EXPERT, FILL = "strict expert", "soft fill"
@@ -27,25 +27,27 @@ _MARKS: dict[str, dict[str, Any]] = {
 }
 
 
-def head_map(bank: Bank, view: View, path_png: Path) -> Figure:
+def head_map(bank: Bank, heads: HeadSet, path_png: Path) -> Figure:
     """Draw where a bank's heads sit, write it as PNG and return the figure.
 
     The picture is 1600 x 900 pixels, higher for models of more than 36 layers.
     Two heat maps [L, H] show the score of each head in its worst placement (activation frequency f, and mean
-    average precision), with the voters of `view` marked; bars count sensitive heads and voters per layer.
-    Raises BankError when the bank has no head set or no maps of the view.
+    average precision) in the view and layout of `heads`, with its voters marked; bars count sensitive heads and
+    voters per layer. Raises BankError when the bank has no maps of that view and layout.
     """
-    heads = _head_set(bank, view)
+    maps = f"expert.{heads.view}.{heads.style.layout}"
     height = max(_MIN_HEIGHT_INCHES, _MARGINS_INCHES + _ROW_INCHES * bank.info.n_layers)
     figure = Figure(figsize=(_WIDTH_INCHES, height), dpi=DPI, layout=ConstrainedLayoutEngine(h_pad=0.08))
-    figure.suptitle(f"{bank.info.model_id}: heads that vote in the {view} view ({heads.name})", fontsize=14)
+    figure.suptitle(
+        f"{bank.info.model_id}: heads that vote in the {heads.view} view ({heads.name})", fontsize=14
+    )
     left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=(4, 4, 1.6))
     panels = (
         (left, "frequency", "activation frequency, worst placement"),
         (middle, "soft", "mean average precision, worst placement"),
     )
     for axes, quantity, title in panels:
-        worst = _map(bank, f"expert.{view}.{quantity}").amin(dim=0)
+        worst = _map(bank, f"{maps}.{quantity}").amin(dim=0)
         image = axes.imshow(worst.numpy(), cmap="viridis", vmin=0, vmax=1, aspect="auto", origin="lower")
         figure.colorbar(image, ax=axes, location="bottom", shrink=0.8, aspect=40, label=title)
         axes.set_xlabel("head")
@@ -54,20 +56,12 @@ def head_map(bank: Bank, view: View, path_png: Path) -> Figure:
         _name(axes, heads, bank.info.n_heads)
     left.set_ylabel("layer (0 is next to the input)")
     left.yaxis.set_major_locator(MaxNLocator(nbins=14, integer=True, min_n_ticks=1))
-    _layer_bars(right, _map(bank, f"expert.{view}.sensitive"), heads)
+    _layer_bars(right, _map(bank, f"{maps}.sensitive"), heads)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower right", title="voters", facecolor="0.85", borderaxespad=0.8)
     path_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path_png, format="png")
     return figure
-
-
-def _head_set(bank: Bank, view: View) -> HeadSet:
-    """The set of the view; the first by name where there are several."""
-    names = sorted(name for name, heads in bank.head_sets.items() if heads.view == view)
-    if not names:
-        raise BankError(f"the bank has no head set of the view {view}")
-    return bank.head_sets[names[0]]
 
 
 def _map(bank: Bank, name: str) -> torch.Tensor:

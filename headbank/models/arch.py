@@ -93,7 +93,7 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def norm_hashes(layers: torch.nn.ModuleList) -> tuple[str, ...]:
-    """Per layer, a hash of its norm weights rounded to bfloat16. [L]
+    """Per given layer, a hash of its norm weights rounded to bfloat16. [L]
 
     Quantised files keep norms in full precision and fine-tuning moves them, so this tells a fine-tune from its base
     while a quantised copy of the same model still fits its bank.
@@ -120,9 +120,29 @@ def decoder_layers(model: Any) -> torch.nn.ModuleList:
     return layers
 
 
-def describe(model: Any, tokenizer: Any, *, model_id: str, revision: str, template_hash: str) -> ModelInfo:
-    """Identity and shape of a loaded model. Raises UnsupportedModel when it has no softmax attention layers."""
-    config = model.config.get_text_config()
+def first_layers(config: Any, n_layers: int) -> dict[str, Any]:
+    """Fields of a text configuration, by name, that differ when only its first `n_layers` layers are built.
+
+    They are the number of layers and every list with one entry per layer (`layer_types`); a list counts as one by its
+    length and the word `layer` in its name.
+    """
+    total = config.num_hidden_layers
+    lists = {
+        name: value[:n_layers]
+        for name, value in vars(config).items()
+        if "layer" in name and isinstance(value, list | tuple) and len(value) == total
+    }
+    return {"num_hidden_layers": n_layers, **lists}
+
+
+def describe(
+    model: Any, config: Any, tokenizer: Any, *, model_id: str, revision: str, template_hash: str
+) -> ModelInfo:
+    """Identity and shape of a loaded model.
+
+    `config` is the text configuration of the whole model; `model` may hold only its first layers, which then are
+    those that `norm_hashes` covers. Raises UnsupportedModel when it has no softmax attention layers.
+    """
     layers = decoder_layers(model)
     n_heads = int(config.num_attention_heads)
     d_head = int(getattr(config, "head_dim", None) or config.hidden_size // n_heads)
@@ -138,7 +158,7 @@ def describe(model: Any, tokenizer: Any, *, model_id: str, revision: str, templa
         model_id=model_id,
         revision=revision,
         config_hash=_digest(fields),
-        n_layers=len(layers),
+        n_layers=int(config.num_hidden_layers),
         n_heads=n_heads,
         n_kv_heads=int(getattr(config, "num_key_value_heads", None) or n_heads),
         d_model=int(config.hidden_size),

@@ -9,7 +9,30 @@ from typing import Protocol
 
 import torch
 
-from headbank.types import HeadId, ModelInfo, PromptLayout, View
+from headbank.types import JOINT, HeadId, ModelInfo, PromptLayout, PromptStyle, View
+
+
+NULL_QUERY = "N/A"
+"""The content-free query whose attention is taken off by calibrated scores (ICR, arXiv 2410.02642)."""
+
+
+@dataclass(frozen=True)
+class User:
+    """Text of a user inside a chat prompt: its special tokens stay text."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CaptureRequest:
+    """Which heads to read over which prompt."""
+
+    layout: PromptLayout
+    heads: tuple[HeadId, ...] | None = None
+    """None: all of the model."""
+    views: tuple[View, ...] = ("query",)
+    max_new_tokens: int = 16
+    """Longest answer that the response view writes."""
 
 
 @dataclass(frozen=True)
@@ -22,9 +45,11 @@ class Capture:
     """View -> [n, T] float32 (float64 for a float64 model): attention on every prompt token, averaged over the view's
     source rows. Columns of generated tokens are left out, so a response row may sum to less than 1."""
     source: dict[View, tuple[int, ...]]
-    """View -> positions of the source rows; the response continues after the prompt, at T, T+1, ..."""
+    """View -> positions of the source rows in `layout.ids`; the response continues after them, at T, T+1, ..."""
     response: tuple[int, ...] = ()
     """Token ids that the model wrote, end marker excluded; empty unless the response view was asked for."""
+    steps: torch.Tensor | None = None
+    """[S, n, T], the row of every written token, whose mean is `mass["response"]`; None without a response."""
 
 
 class Prompts(Protocol):
@@ -40,6 +65,7 @@ class Prompts(Protocol):
         query: str,
         documents: Sequence[str],
         *,
+        style: PromptStyle = JOINT,
         max_tokens_per_doc: int | None = None,
         reserve_tokens: int = 0,
     ) -> PromptLayout:
@@ -48,6 +74,10 @@ class Prompts(Protocol):
         `reserve_tokens` of the context are kept free for a response. Raises InputTooLong (field `query` or
         `documents`) when the query takes more than half the context or the whole does not fit.
         """
+        ...
+
+    def chat(self, parts: Sequence[str | User]) -> tuple[int, ...]:
+        """Token ids of one user message in the model's chat template; raises InputTooLong when it does not fit."""
         ...
 
     def offsets(self, document: str, n_tokens: int) -> list[tuple[int, int]]:
@@ -68,31 +98,23 @@ class HeadRunner(Protocol):
         """The prompt builder of this model."""
         ...
 
-    def capture(
-        self,
-        layout: PromptLayout,
-        *,
-        heads: Sequence[HeadId] | None = None,
-        views: Sequence[View] = ("query",),
-        max_new_tokens: int = 16,
-    ) -> Capture:
-        """Read heads (all of them when `heads` is None) over one prompt.
+    def capture(self, request: CaptureRequest) -> Capture:
+        """`capture_many` of one request."""
+        ...
 
-        With the query view alone nothing after the deepest head is computed. With the response view the model
-        writes up to `max_new_tokens` tokens greedily on the same cache and the rows of those tokens are read. Raises
-        InputError for a head that the model does not have, no head, or `max_new_tokens` below 1.
+    def capture_many(self, requests: Sequence[CaptureRequest]) -> list[Capture]:
+        """Read heads over several prompts, packed into shared passes.
+
+        What prompts have in common (the same prefix, the same documents after the same tokens) is computed once, and
+        batch mates change no number by more than float noise. With query views alone nothing after the deepest head
+        is computed; with a response view the model writes greedily on the same keys and values, and the rows of
+        those tokens are read. Raises InputError for a head that the model does not have, no head, or
+        `max_new_tokens` below 1.
         """
         ...
 
-    def capture_many(
-        self,
-        layouts: Sequence[PromptLayout],
-        *,
-        heads: Sequence[HeadId] | None = None,
-        views: Sequence[View] = ("query",),
-        max_new_tokens: int = 16,
-    ) -> list[Capture]:
-        """`capture` for several prompts; what a prompt shares with the one before it is computed once."""
+    def generate(self, ids: Sequence[int], max_new_tokens: int) -> tuple[int, ...]:
+        """What the model writes greedily after `ids`, up to its end marker (left out) or `max_new_tokens` tokens."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -1,48 +1,72 @@
-"""The transformers engine: reads heads in one truncated prefill, writes answers on the same cache."""
+"""The transformers engine: reads heads in truncated packed passes, writes answers on the same keys and values."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from headbank.errors import InputError, UnsupportedModel
+from headbank.errors import InputError, ModelError, UnsupportedModel
 from headbank.models import arch
-from headbank.models.base import Capture
+from headbank.models.base import Capture, CaptureRequest
+from headbank.models.cache import DocumentCache
+from headbank.models.graph import PromptGraph, chain
+from headbank.models.packed import KeptRows, Node, Pass, Read, TokenMass, joined, passes
 from headbank.models.prompt import PromptBuilder
-from headbank.models.tap import RowStore, Tap, TokenMass, tapping
-from headbank.types import HeadId, ModelInfo, PromptLayout, View
-
-PREFILL_TOKENS = 2048
-"""Documents are computed in steps of this many tokens, which bounds the memory of masks and activations."""
+from headbank.models.tap import tapping
+from headbank.types import HeadId, ModelInfo, View
 
 _PARITY_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.05}
 """How far a tapped head may be from eager attention (total variation); half-precision eager scores are coarse."""
 
 
-def _crop(cache: DynamicCache, n_tokens: int) -> None:
-    """Keep the first tokens of every layer; layers that an early stop left out hold fewer, or none."""
-    for layer in cache.layers:
-        layer.crop(min(0, n_tokens - layer.get_seq_length()))
+@dataclass
+class _Writing:
+    """A response in the making."""
 
-
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    limit = min(len(a), len(b))
-    return next((i for i in range(limit) if a[i] != b[i]), limit)
+    limit: int
+    """Most tokens to write."""
+    read: tuple[dict[int, Tensor], int] | None
+    """Heads by layer and the number of columns to keep of each written token's row; None reads nothing."""
+    logits: Tensor
+    """[V] after the last token."""
+    end: int
+    """Position of the next token."""
+    context: list[Node]
+    tokens: list[int] = field(default_factory=list)
+    rows: list[TokenMass] = field(default_factory=list)
+    """One per written token."""
 
 
 class HFRunner:
     """Reads attention heads of a causal language model of transformers (loaded by `headbank.models.loading`)."""
 
-    def __init__(self, model: Any, tokenizer: Any, *, model_id: str, revision: str = "") -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        model_id: str,
+        revision: str = "",
+        config: Any = None,
+        documents: DocumentCache | None = None,
+    ) -> None:
+        """Take a loaded model.
+
+        `config` is the configuration of the whole model, given when `model` may hold only its first layers.
+        `documents` keeps the keys and values of `parallel` documents for later requests; None keeps none.
+        """
         self._model = model.eval()
         self._tokenizer = tokenizer
-        arch.decoder_layers(model)
-        config = model.config.get_text_config()
+        self._documents = documents
+        self.loaded_layers = len(arch.decoder_layers(model))
+        """How many layers can be read, counted from the first; fewer than `info.n_layers` cannot write."""
+        config = (config or model.config).get_text_config()
         self._prompts = PromptBuilder(tokenizer, arch.context_tokens(config))
         self._info = arch.describe(
             model,
+            config,
             tokenizer,
             model_id=model_id,
             revision=revision,
@@ -62,126 +86,154 @@ class HFRunner:
         """The prompt builder of this model."""
         return self._prompts
 
+    @property
+    def documents(self) -> DocumentCache | None:
+        """The cache of document keys and values."""
+        return self._documents
+
     def decode(self, ids: Sequence[int]) -> str:
         """Token ids as text, special tokens left out."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
-    def capture(
-        self,
-        layout: PromptLayout,
-        *,
-        heads: Sequence[HeadId] | None = None,
-        views: Sequence[View] = ("query",),
-        max_new_tokens: int = 16,
-    ) -> Capture:
-        """Read heads over one prompt (see `headbank.models.base.HeadRunner.capture`)."""
-        return self.capture_many([layout], heads=heads, views=views, max_new_tokens=max_new_tokens)[0]
+    def capture(self, request: CaptureRequest) -> Capture:
+        """Read heads over one prompt (see `headbank.models.base.HeadRunner.capture_many`)."""
+        return self.capture_many([request])[0]
 
     @torch.inference_mode()
-    def capture_many(
-        self,
-        layouts: Sequence[PromptLayout],
-        *,
-        heads: Sequence[HeadId] | None = None,
-        views: Sequence[View] = ("query",),
-        max_new_tokens: int = 16,
-    ) -> list[Capture]:
-        """Captures over several prompts; what a prompt shares with the one before it is computed once."""
-        if "response" in views and max_new_tokens < 1:
-            raise InputError("max_new_tokens", "must be at least 1", 1)
-        chosen = self._every_head() if heads is None else tuple(heads)
-        by_layer = self._by_layer(chosen)
-        stop_at = None if "response" in views else max(by_layer)
-        cache = DynamicCache()
-        seen: tuple[int, ...] = ()
-        captures = []
-        for layout in layouts:
-            kept = min(_common_prefix(seen, layout.ids), layout.tail_start)
-            _crop(cache, kept)
-            self._prefill(layout.ids[kept : layout.tail_start], cache, stop_at)
-            capture = self._capture_tail(layout, chosen, by_layer, views, max_new_tokens, cache, stop_at)
-            # The last token of a response may have stopped early, so it is not shared.
-            seen = layout.ids + capture.response[:-1]
-            captures.append(capture)
-        return captures
+    def capture_many(self, requests: Sequence[CaptureRequest]) -> list[Capture]:
+        """Read heads over several prompts, packed (see `headbank.models.base.HeadRunner.capture_many`)."""
+        chosen = [self._every_head() if r.heads is None else r.heads for r in requests]
+        by_layer = [self._by_layer(heads) for heads in chosen]
+        writes = ["response" in request.views for request in requests]
+        for request, written in zip(requests, writes, strict=True):
+            if written and request.max_new_tokens < 1:
+                raise InputError("max_new_tokens", "must be at least 1", 1)
+        if any(writes) and self.loaded_layers < self.info.n_layers:
+            raise InputError("views", f"response needs the whole model; {self._part()}")
+        stop_at = None if any(writes) else max((max(layers) for layers in by_layer), default=0)
+        graph = PromptGraph(self._documents, self.info.n_layers if stop_at is None else stop_at + 1)
+        totals = [TokenMass(request.layout.length) for request in requests]
+        tails = [
+            graph.add(request.layout, heads if "query" in request.views else {}, total, written)
+            for request, heads, total, written in zip(requests, by_layer, totals, writes, strict=True)
+        ]
+        self._run(graph.nodes, stop_at)
+        graph.remember()
+        writings = {
+            i: _Writing(
+                request.max_new_tokens,
+                (by_layer[i], request.layout.length),
+                _logits(tails[i]),
+                request.layout.tail_position + request.layout.length - request.layout.tail_start,
+                [*tails[i].context, tails[i]],
+            )
+            for i, request in enumerate(requests)
+            if writes[i]
+        }
+        self._write(list(writings.values()))
+        return [
+            self._capture(request, chosen[i], by_layer[i], totals[i], writings.get(i))
+            for i, request in enumerate(requests)
+        ]
 
-    def _capture_tail(
+    @torch.inference_mode()
+    def generate(self, ids: Sequence[int], max_new_tokens: int) -> tuple[int, ...]:
+        """Greedy continuation (see `headbank.models.base.HeadRunner.generate`).
+
+        Raises ModelError when only the first layers of the model were loaded.
+        """
+        if self.loaded_layers < self.info.n_layers:
+            raise ModelError(f"{self.info.model_id}: writing needs the whole model; {self._part()}")
+        nodes = chain(tuple(ids), 0, ())
+        nodes[-1].wants_logits = True
+        for node in nodes:
+            node.keep = True
+        self._run(nodes, None)
+        writing = _Writing(max_new_tokens, None, _logits(nodes[-1]), len(ids), nodes)
+        self._write([writing])
+        return tuple(writing.tokens)
+
+    def _capture(
         self,
-        layout: PromptLayout,
+        request: CaptureRequest,
         chosen: tuple[HeadId, ...],
         by_layer: dict[int, Tensor],
-        views: Sequence[View],
-        max_new_tokens: int,
-        cache: DynamicCache,
-        stop_at: int | None,
+        total: TokenMass,
+        writing: _Writing | None,
     ) -> Capture:
+        layout = request.layout
         mass: dict[View, Tensor] = {}
         source: dict[View, tuple[int, ...]] = {}
-        query_rows = torch.arange(layout.query.start, layout.query.end)
-        reads_query = "query" in views and len(query_rows) > 0
-        total = TokenMass(layout.length)
-        tap = Tap(by_layer if reads_query else {}, query_rows - layout.tail_start, total, stop_at)
-        logits = self._forward(layout.ids[layout.tail_start :], cache, tap, with_logits=stop_at is None)
-        if "query" in views:
-            mass["query"] = self._mean(total, chosen, by_layer, len(query_rows))
-            source["query"] = tuple(query_rows.tolist())
-        response: tuple[int, ...] = ()
-        if "response" in views:
-            assert logits is not None
-            total = TokenMass(layout.length)
-            response = self._write(logits, by_layer, total, cache, max_new_tokens)
-            mass["response"] = self._mean(total, chosen, by_layer, len(response))
-            source["response"] = tuple(range(layout.length, layout.length + len(response)))
-        return Capture(chosen, mass, source, response)
+        if "query" in request.views:
+            rows = self._rows(total, chosen, by_layer)
+            mass["query"] = rows / max(1, layout.query.length)
+            source["query"] = tuple(range(*layout.query))
+        if writing is None:
+            return Capture(chosen, mass, source)
+        steps = torch.stack([self._rows(step, chosen, by_layer) for step in writing.rows])
+        mass["response"] = steps.mean(0)
+        source["response"] = tuple(range(layout.length, layout.length + len(steps)))
+        return Capture(chosen, mass, source, tuple(writing.tokens), steps)
 
-    def _write(
-        self, logits: Tensor, by_layer: dict[int, Tensor], total: TokenMass, cache: DynamicCache, limit: int
-    ) -> tuple[int, ...]:
-        """Write greedily and read the row of every written token; at least one token, so that there is a row."""
-        response: list[int] = []
-        for step in range(limit):
-            if step == 0:
-                logits[list(self._stops)] = -torch.inf
-            token = int(logits.argmax())
-            if token in self._stops:
-                break
-            response.append(token)
-            tap = Tap(by_layer, torch.tensor([0]), total)
-            last = step == limit - 1
-            if last:
-                # Nothing is written after this token, so the layers above the deepest head are not needed.
-                tap.stop_at = max(by_layer)
-            following = self._forward((token,), cache, tap, with_logits=not last)
-            if following is None:
-                break
-            logits = following
-        return tuple(response)
+    def _write(self, writings: Sequence[_Writing]) -> None:
+        """Write greedily, all responses in step, and read the row of every written token.
 
-    def _prefill(self, ids: Sequence[int], cache: DynamicCache, stop_at: int | None) -> None:
-        for start in range(0, len(ids), PREFILL_TOKENS):
-            tap = Tap({}, torch.tensor([], dtype=torch.long), RowStore(), stop_at)
-            self._forward(ids[start : start + PREFILL_TOKENS], cache, tap, with_logits=False)
+        A response that is read has at least one token, so that there is a row.
+        """
+        for writing in writings:
+            kept = joined(writing.context)
+            writing.context = [Node((), 0, computed=kept)]
+        alive = list(writings)
+        while alive:
+            nodes: dict[Node, _Writing] = {}
+            for writing in alive:
+                if writing.read is not None and not writing.tokens:
+                    writing.logits[list(self._stops)] = -torch.inf
+                token = int(writing.logits.argmax())
+                if len(writing.tokens) == writing.limit or token in self._stops:
+                    continue
+                node = Node((token,), writing.end, tuple(writing.context), keep=True)
+                writing.tokens.append(token)
+                if writing.read is not None:
+                    writing.rows.append(TokenMass(writing.read[1]))
+                    node.read = Read(writing.read[0], torch.tensor([0]), writing.rows[-1])
+                node.wants_logits = len(writing.tokens) < writing.limit
+                if node.wants_logits or node.read is not None:
+                    nodes[node] = writing
+            alive = list(nodes.values())
+            if not alive:
+                return
+            last = not any(node.wants_logits for node in nodes)
+            # Nothing is written after the last token, so the layers above the deepest head are not needed.
+            stop_at = max(max(w.read[0]) for w in alive if w.read is not None) if last else None
+            self._run(list(nodes), stop_at)
+            for node, writing in nodes.items():
+                writing.context.append(node)
+                writing.end += 1
+                if node.wants_logits:
+                    writing.logits = _logits(node)
+            alive = [writing for node, writing in nodes.items() if node.wants_logits]
 
-    def _forward(
-        self, ids: Sequence[int], cache: DynamicCache, tap: Tap, *, with_logits: bool
-    ) -> Tensor | None:
-        """One pass over new tokens; logits [V] float32 of the last one, or None where they are not wanted."""
-        tokens = torch.tensor([list(ids)], device=self._model.device)
-        logits = None
-        with tapping(tap):
-            if with_logits:
-                out = self._model(input_ids=tokens, cache=cache, use_cache=True, logits_to_keep=1)
-                logits = out.logits[0, -1].float()
-            else:
-                self._model.base_model(input_ids=tokens, cache=cache, use_cache=True)
-        return logits
+    def _run(self, nodes: Sequence[Node], stop_at: int | None) -> None:
+        """Compute nodes, contexts before those who see them; nothing after the queries and keys of `stop_at`."""
+        for batch, kept in passes(nodes):
+            packed = Pass(batch, kept, stop_at, self._model.device)
+            last = packed.last_tokens()
+            with tapping(packed, self.info.windows):
+                inputs = {"input_ids": packed.tokens, "position_ids": packed.positions, "use_cache": False}
+                if len(last):
+                    logits = self._model(**inputs, logits_to_keep=last).logits[0].float()
+                    wanted = (node for node in batch if node.wants_logits)
+                    for node, row in zip(wanted, logits, strict=True):
+                        node.logits = row
+                else:
+                    self._model.base_model(**inputs)
+            packed.finish()
 
-    def _mean(
-        self, total: TokenMass, chosen: tuple[HeadId, ...], by_layer: dict[int, Tensor], n_rows: int
-    ) -> Tensor:
-        """Mean rows of the chosen heads in their order, [n, T]; zeros when there was no source row."""
-        if n_rows == 0:
+    def _rows(self, total: TokenMass, chosen: tuple[HeadId, ...], by_layer: dict[int, Tensor]) -> Tensor:
+        """Summed rows of the chosen heads in their order, [n, T]; zeros when there was no source row."""
+        if not total.totals:
             dtype = torch.promote_types(self._model.dtype, torch.float32)
             return torch.zeros(len(chosen), total.n_tokens, dtype=dtype)
         place = {
@@ -189,8 +241,8 @@ class HFRunner:
             for layer, heads in by_layer.items()
             for row, head in enumerate(heads)
         }
-        rows = [total.totals[layer][0, row] for layer, row in (place[head] for head in chosen)]
-        return torch.stack(rows).cpu() / n_rows
+        rows = [total.totals[layer][row] for layer, row in (place[head] for head in chosen)]
+        return torch.stack(rows).cpu()
 
     def _every_head(self) -> tuple[HeadId, ...]:
         return tuple(
@@ -205,6 +257,8 @@ class HFRunner:
                 raise InputError(
                     "heads", f"{head} is outside {self.info.n_layers} x {self.info.n_heads} heads"
                 )
+            if head.layer >= self.loaded_layers:
+                raise InputError("heads", f"{head} cannot be read; {self._part()}", self.loaded_layers)
         layers = sorted({head.layer for head in heads})
         return {
             layer: torch.tensor(
@@ -213,8 +267,12 @@ class HFRunner:
             for layer in layers
         }
 
+    def _part(self) -> str:
+        return f"only the first {self.loaded_layers} of its {self.info.n_layers} layers were loaded"
+
     def _stop_ids(self) -> frozenset[int]:
-        configured = getattr(self._model.generation_config, "eos_token_id", None)
+        generation = getattr(self._model, "generation_config", None)
+        configured = getattr(generation, "eos_token_id", None)
         ids = configured if isinstance(configured, list) else [configured]
         return frozenset(int(i) for i in [*ids, self._tokenizer.eos_token_id] if i is not None)
 
@@ -226,7 +284,7 @@ class HFRunner:
             differences = self._parity()
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise UnsupportedModel(f"{kind}: attention cannot be read ({type(error).__name__})") from error
-        if len(differences) != self.info.n_layers:
+        if len(differences) != self.loaded_layers:
             raise UnsupportedModel(f"{kind}: some layers' attention cannot be read")
         for layer, difference in enumerate(differences):
             # NaN is refused too.
@@ -236,14 +294,15 @@ class HFRunner:
                 )
 
     def _parity(self) -> list[float]:
-        """Per layer, how far the tap, on top of a cache, is from eager attention: the worst head's total variation."""
+        """Per layer, how far the tap, on top of a context, is from eager attention (worst head's total variation)."""
         half = 16
         config = self._model.config
         ids = [token % config.get_text_config().vocab_size for token in range(1, 2 * half + 1)]
-        cache, store = DynamicCache(), RowStore()
-        heads = {layer: torch.arange(self.info.n_heads) for layer in range(self.info.n_layers)}
-        self._prefill(ids[:half], cache, None)
-        self._forward(ids[half:], cache, Tap(heads, torch.arange(half), store), with_logits=False)
+        heads = {layer: torch.arange(self.info.n_heads) for layer in range(self.loaded_layers)}
+        found = KeptRows()
+        before = Node(tuple(ids[:half]), 0)
+        after = Node(tuple(ids[half:]), half, (before,), read=Read(heads, torch.arange(half), found))
+        self._run([before, after], None)
         name = config._attn_implementation
         tokens = torch.tensor([ids], device=self._model.device)
         try:
@@ -252,6 +311,11 @@ class HFRunner:
         finally:
             self._model.set_attn_implementation(name)
         return [
-            float(((store.rows(layer) - rows[:, :, half:]).abs().sum(-1) / 2).mean(-1).max())
+            float(((found.rows(layer) - rows[0, :, half:]).abs().sum(-1) / 2).mean(-1).max())
             for layer, rows in enumerate(out.attentions)
         ]
+
+
+def _logits(node: Node) -> Tensor:
+    assert node.logits is not None, "the pass ended before the logits"
+    return node.logits

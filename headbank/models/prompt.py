@@ -1,7 +1,7 @@
 """Prompts from token-id segments: spans are recorded while building, never searched for afterwards.
 
-    prefix   chat template head + instruction
-    document label, text, separator          (one group per document; the span is the text alone)
+    prefix   chat template head + instruction (+ the question, where the style asks for it)
+    document label, text, separator          (one block per document; the span is the text alone)
     tail     "Question:" + the query + request for a short answer + chat template end
 
 Fixed parts are encoded with their special tokens; user text is encoded with special tokens split, so that a
@@ -18,10 +18,12 @@ from threading import Lock
 from typing import Any
 
 from headbank.errors import InputError, InputTooLong, ModelError
-from headbank.types import PromptLayout, Span
+from headbank.models.base import User
+from headbank.types import JOINT, PromptLayout, PromptStyle, Span
 
 INSTRUCTION = "Answer the question with the help of these documents.\n\n"
 LABEL = "Document {number}:\n"
+PARALLEL_LABEL = "Document:\n"
 SEPARATOR = "\n\n"
 QUESTION = "Question:\n"
 REQUEST = "\n\nAnswer the question in a few words. Write the answer only."
@@ -68,8 +70,19 @@ def _with_accents(text: str, end: int) -> int:
     return end
 
 
+def _too_long(n_documents: int, needed: int, room: int, style: PromptStyle) -> str:
+    if style.layout == "parallel" and style.tail == "longest":
+        what, hint = "the longest document and the query", "send shorter documents"
+    else:
+        what, hint = f"{n_documents} documents and the query", "send fewer documents"
+    return (
+        f"{what} take {needed} tokens, the model's context has room for {room}; {hint} or a smaller "
+        "max_tokens_per_doc"
+    )
+
+
 class PromptBuilder:
-    """Builds `joint` prompts for one tokenizer: every document follows the others in one causal context."""
+    """Builds the prompts of one tokenizer, in every style of `PromptStyle`."""
 
     def __init__(self, tokenizer: Any, context_tokens: int) -> None:
         self._tokenizer = tokenizer
@@ -79,11 +92,13 @@ class PromptBuilder:
         head, end = _chat_frame(tokenizer)
         if not head and tokenizer.bos_token is not None:
             head = tokenizer.bos_token
+        self._head, self._end = self._fixed(head), self._fixed(end)
         self._prefix = self._fixed(head + INSTRUCTION)
         self._separator = self._fixed(SEPARATOR)
         self._question = self._fixed(QUESTION)
         self._request = self._fixed(REQUEST + end)
-        described = ["joint-1", LABEL, self._prefix, self._separator, self._question, self._request]
+        described = ["segments-2", LABEL, PARALLEL_LABEL, self._prefix, self._separator, self._question]
+        described.append(self._request)
         self.template_hash = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]
 
     def _fixed(self, text: str) -> list[int]:
@@ -114,6 +129,7 @@ class PromptBuilder:
         query: str,
         documents: Sequence[str],
         *,
+        style: PromptStyle = JOINT,
         max_tokens_per_doc: int | None = None,
         reserve_tokens: int = 0,
     ) -> PromptLayout:
@@ -125,7 +141,11 @@ class PromptBuilder:
             raise InputError("max_tokens_per_doc", "must be at least 1", 1)
         question = self._question_ids(query)
         ids = list(self._prefix)
+        if style.query_first:
+            ids += self._question + question + self._separator
+        prefix_end = len(ids)
         spans: list[Span] = []
+        blocks: list[Span] = []
         cut: list[int] = []
         bodies = (
             self._user([d[: limit * CHARS_PER_TOKEN] for d in documents])["input_ids"] if documents else []
@@ -133,23 +153,56 @@ class PromptBuilder:
         for index, (document, body) in enumerate(zip(documents, bodies, strict=True)):
             if len(body) > limit or len(document) > limit * CHARS_PER_TOKEN:
                 cut.append(index)
-            ids += self._fixed(LABEL.format(number=index + 1))
+            start = len(ids)
+            ids += self._label(index, style)
             spans.append(Span(len(ids), len(ids) + len(body[:limit])))
             ids += body[:limit]
             ids += self._separator
+            blocks.append(Span(start, len(ids)))
         tail_start = len(ids)
         ids += self._question
         query_span = Span(len(ids), len(ids) + len(question))
         ids += question + self._request
+        tail_position = tail_start
+        if style.layout == "parallel" and style.tail == "longest":
+            tail_position = prefix_end + max((block.length for block in blocks), default=0)
+        needed = tail_position + len(ids) - tail_start
         room = self.context_tokens - reserve_tokens
-        if len(ids) > room:
+        if needed > room:
+            raise InputTooLong("documents", _too_long(len(documents), needed, room, style), room)
+        return PromptLayout(
+            tuple(ids),
+            prefix_end,
+            tuple(spans),
+            tail_start,
+            query_span,
+            tuple(cut),
+            tuple(blocks),
+            style,
+            tail_position,
+        )
+
+    def chat(self, parts: Sequence[str | User]) -> tuple[int, ...]:
+        """Token ids of one user message in the model's chat template, made of fixed and user texts.
+
+        Raises InputTooLong (field `documents`) when they do not fit the model's context.
+        """
+        ids = list(self._head)
+        for part in parts:
+            ids += self._user([part.text])["input_ids"][0] if isinstance(part, User) else self._fixed(part)
+        ids += self._end
+        if len(ids) > self.context_tokens:
             raise InputTooLong(
                 "documents",
-                f"{len(documents)} documents and the query take {len(ids)} tokens, the model's context has room for "
-                f"{room}; send fewer documents or a smaller max_tokens_per_doc",
-                room,
+                f"the prompt takes {len(ids)} tokens, the model's context has room for {self.context_tokens}",
+                self.context_tokens,
             )
-        return PromptLayout(tuple(ids), len(self._prefix), tuple(spans), tail_start, query_span, tuple(cut))
+        return tuple(ids)
+
+    def _label(self, index: int, style: PromptStyle) -> list[int]:
+        if not style.label:
+            return []
+        return self._fixed(PARALLEL_LABEL if style.layout == "parallel" else LABEL.format(number=index + 1))
 
     def offsets(self, document: str, n_tokens: int) -> list[tuple[int, int]]:
         """Character range of each of the first `n_tokens` tokens of a document.

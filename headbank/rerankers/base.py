@@ -2,10 +2,20 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from headbank.errors import NonFiniteScore
 from headbank.types import Ranking, RankOptions
+
+
+@dataclass(frozen=True)
+class Task:
+    """One ranking to make."""
+
+    query: str
+    documents: tuple[str, ...]
+    options: RankOptions
 
 
 class Reranker(Protocol):

@@ -1,34 +1,43 @@
 """Rerank by attention heads: one truncated prefill, the bank's heads vote."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from headbank.bank import Bank, check, find, read, shipped_root
-from headbank.errors import BankError, InputTooLong
-from headbank.models.base import Capture, HeadRunner
+from headbank.errors import HeadRankError, InputTooLong
+from headbank.models.base import NULL_QUERY, Capture, CaptureRequest, HeadRunner
 from headbank.models.fake import FAKE_HEAD_SETS, FAKE_MODEL
 from headbank.numerics.spans import span_mass, span_mean, top_windows
-from headbank.numerics.voting import ranks, vote_order
+from headbank.numerics.voting import ranks
+from headbank.rerankers.base import Task
+from headbank.rerankers.null import NullCache, NullKey
+from headbank.rerankers.scoring import Reading, Scores, merge, score
+from headbank.rerankers.windows import windows
 from headbank.types import (
-    Aggregation,
     HeadId,
     HeadSet,
     HeadVote,
     ModelInfo,
     PromptLayout,
+    PromptStyle,
     Ranking,
     RankOptions,
     Snippet,
-    View,
+    Span,
 )
 
 SNIPPET_TOKENS = 24
 """Length of an evidence snippet in tokens."""
 
 SNIPPETS_PER_DOCUMENT = 2
+
+_LABEL_TOKENS = 8
+"""Most tokens by which a document's label may differ between a window and the whole set."""
 
 
 def open_bank(root: Path | None, info: ModelInfo) -> Bank:
@@ -37,57 +46,217 @@ def open_bank(root: Path | None, info: ModelInfo) -> Bank:
     Raises BankError when there is none.
     """
     if root is None and info.model_id == FAKE_MODEL:
-        return Bank(info, "joint", {heads.name: heads for heads in FAKE_HEAD_SETS}, maps={}, training={})
+        sets = {heads.name: heads for heads in FAKE_HEAD_SETS}
+        defaults = {heads.view: heads.name for heads in FAKE_HEAD_SETS}
+        return Bank(info, sets, {}, defaults, maps={}, training={})
     return read(find(root or shipped_root(), info))
 
 
-class HeadReranker:
-    """Method `heads`: the head set of the bank that belongs to the asked view votes."""
+def icr_set(info: ModelInfo, style: PromptStyle) -> HeadSet:
+    """ICR (arXiv 2410.02642) as a head set: all heads, nothing selected, calibrated by the content-free query."""
+    every = tuple(HeadId(layer, head) for layer in range(info.n_layers) for head in range(info.n_heads))
+    return HeadSet(f"icr.query.{style.layout}", "icr", "query", every, "calibrated", style)
 
-    name = "heads"
+
+@dataclass(frozen=True)
+class Part:
+    """One prompt of a task: all its documents, or a window of them."""
+
+    documents: range
+    layout: PromptLayout
+    null: PromptLayout | None
+    """The same documents under the content-free query, where the rule needs it."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A task, laid out."""
+
+    task: Task
+    heads: HeadSet
+    voters: tuple[HeadId, ...]
+    parts: tuple[Part, ...]
+    tokenise_s: float
+
+
+class HeadReranker:
+    """Method `heads`: a head set of the bank votes."""
 
     def __init__(
-        self, runner: HeadRunner, bank: Bank, *, detector: str = "expert", response_tokens: int = 16
+        self,
+        runner: HeadRunner,
+        bank: Bank | None,
+        *,
+        detector: str | None = None,
+        name: str = "heads",
+        response_tokens: int | None = None,
     ) -> None:
-        """`response_tokens` bounds the answer that the response view writes.
+        """`detector` None takes the bank's default; `icr` needs no bank. `response_tokens` bounds the answer that the
+        response view writes, None: what the head set was calibrated with.
 
         Raises BankMismatch when the bank belongs to another model.
         """
-        check(bank, runner.info)
-        self._runner = runner
+        if bank is not None:
+            check(bank, runner.info)
+        self.name = name
+        self.runner = runner
         self._bank = bank
         self._detector = detector
         self._response_tokens = response_tokens
+        self._null = NullCache()
 
-    def head_set(self, view: View) -> HeadSet:
-        """The heads that vote for a view, `<detector>.<view>` in the bank. Raises BankError when it has none."""
-        name = f"{self._detector}.{view}"
-        if name not in self._bank.head_sets:
-            raise BankError(
-                f"the bank has no head set {name}; it has: {', '.join(sorted(self._bank.head_sets))}"
-            )
-        return self._bank.head_sets[name]
+    def head_set(self, options: RankOptions) -> HeadSet:
+        """The heads that vote for a view and layout. Raises BankError when the bank has none."""
+        if self._detector == "icr":
+            return icr_set(self.runner.info, PromptStyle(options.layout or "joint"))
+        assert self._bank is not None, "only icr works without a bank"
+        return self._bank.head_set(options.view, layout=options.layout, detector=self._detector)
 
-    def layout(self, query: str, documents: Sequence[str], options: RankOptions) -> PromptLayout:
-        """The prompt over which the heads vote. Raises InputTooLong when it does not fit the model's context."""
-        return self._runner.prompts.build(
-            query,
-            documents,
-            max_tokens_per_doc=options.max_tokens_per_doc,
-            reserve_tokens=self._response_tokens if options.view == "response" else 0,
+    def rank(self, query: str, documents: Sequence[str], options: RankOptions) -> Ranking:
+        """Score documents by the vote of the heads (see `headbank.rerankers.base.Reranker.rank`)."""
+        result = self.rank_many([Task(query, tuple(documents), options)])[0]
+        if isinstance(result, HeadRankError):
+            raise result
+        return result
+
+    def rank_many(self, tasks: Sequence[Task]) -> list[Ranking | HeadRankError]:
+        """Rank several tasks in shared passes; a task that cannot be ranked gives its error and harms no other."""
+        results: list[Ranking | HeadRankError | None] = [None] * len(tasks)
+        prepared: dict[int, Prepared] = {}
+        for i, task in enumerate(tasks):
+            try:
+                if task.documents:
+                    prepared[i] = self.prepare(task)
+                else:
+                    results[i] = self._empty(task)
+            except HeadRankError as error:
+                results[i] = error
+        started = time.perf_counter()
+        readings = self.read([prepared[i] for i in prepared])
+        forward_s = time.perf_counter() - started
+        for i, found in zip(prepared, readings, strict=True):
+            try:
+                results[i] = self._ranking(prepared[i], found, forward_s)
+            except HeadRankError as error:
+                results[i] = error
+        return [result for result in results if result is not None]
+
+    def prepare(self, task: Task) -> Prepared:
+        """Choose heads and lay out the prompts of a task with documents.
+
+        Raises InputTooLong for what cannot fit and when no voting head sees all of it, BankError without heads.
+        """
+        started = time.perf_counter()
+        heads = self.head_set(task.options)
+        rule = task.options.aggregation or heads.default_aggregation
+        layouts = self._layouts(task, heads)
+        voters = self._voters(heads, [layout for _, layout in layouts])
+        parts = []
+        for documents, layout in layouts:
+            null = None
+            if rule == "calibrated":
+                null = self._build(replace(task, query=NULL_QUERY), heads, documents)
+            parts.append(Part(documents, layout, null))
+        return Prepared(task, heads, voters, tuple(parts), time.perf_counter() - started)
+
+    def read(self, tasks: Sequence[Prepared]) -> list[Reading]:
+        """The attention of the voters on the documents of every task, from shared passes."""
+        requests: list[CaptureRequest] = []
+        nulls: dict[NullKey, Tensor | None] = {}
+        for task in tasks:
+            limit = max(1, self._answer_tokens(task.heads))
+            for part in task.parts:
+                requests.append(CaptureRequest(part.layout, task.voters, (task.heads.view,), limit))
+                if part.null is not None:
+                    nulls[part.null, task.voters] = self._null.get((part.null, task.voters))
+        unknown = [key for key, rows in nulls.items() if rows is None]
+        requests += [CaptureRequest(layout, voters) for layout, voters in unknown]
+        captures = self.runner.capture_many(requests)
+        for key, capture in zip(unknown, captures[len(captures) - len(unknown) :], strict=True):
+            nulls[key] = capture.mass["query"]
+            self._null.put(key, capture.mass["query"])
+        found = iter(captures)
+        return [self._reading(task, [next(found) for _ in task.parts], nulls) for task in tasks]
+
+    def _reading(
+        self, task: Prepared, captures: Sequence[Capture], nulls: Mapping[NullKey, Tensor | None]
+    ) -> Reading:
+        readings = []
+        for part, capture in zip(task.parts, captures, strict=True):
+            null = None if part.null is None else nulls[part.null, task.voters]
+            mass = capture.mass[task.heads.view]
+            readings.append((part.documents, reading_of(part.layout, mass, part.null, null)))
+        return readings[0][1] if len(readings) == 1 else merge(readings)
+
+    def _ranking(self, task: Prepared, reading: Reading, forward_s: float) -> Ranking:
+        started = time.perf_counter()
+        scores: Scores = score(task.heads, reading, task.voters, task.task.options.aggregation)
+        explain = task.task.options.explain
+        cut = sorted({part.documents[i] for part in task.parts for i in part.layout.cut})
+        return Ranking(
+            scores=scores.scores,
+            order=scores.order,
+            method=self.name,
+            raw_scores=None if scores.raw is None else tuple(scores.raw.tolist()),
+            input_tokens=sum(part.layout.length for part in task.parts),
+            cut=tuple(cut),
+            votes=_votes(task.voters, reading) if explain else (),
+            snippets=self._snippets(reading, task.task.documents) if explain else (),
+            seconds={
+                "tokenise": task.tokenise_s,
+                "forward": forward_s,
+                "vote": time.perf_counter() - started,
+            },
         )
 
-    def voters(self, layout: PromptLayout, view: View) -> tuple[HeadId, ...]:
-        """The heads of a view that see the whole prompt: behind a shorter window a document would look unread.
+    def _empty(self, task: Task) -> Ranking:
+        started = time.perf_counter()
+        layout = self._build(task, self.head_set(task.options), range(0))
+        return Ranking(
+            (), (), self.name, None, layout.length, seconds={"tokenise": time.perf_counter() - started}
+        )
 
-        Raises InputTooLong (field `documents`) when none does, BankError when the bank has no heads for the view.
+    def _answer_tokens(self, heads: HeadSet) -> int:
+        if heads.view == "query":
+            return 0
+        return self._response_tokens or heads.response_tokens or 16
+
+    def _build(self, task: Task, heads: HeadSet, documents: range) -> PromptLayout:
+        return self.runner.prompts.build(
+            task.query,
+            [task.documents[i] for i in documents],
+            style=heads.style,
+            max_tokens_per_doc=task.options.max_tokens_per_doc,
+            reserve_tokens=self._answer_tokens(heads),
+        )
+
+    def _layouts(self, task: Task, heads: HeadSet) -> list[tuple[range, PromptLayout]]:
+        """The prompt of all documents, or those of windows where a joint prompt of all does not fit the context."""
+        everything = range(len(task.documents))
+        try:
+            return [(everything, self._build(task, heads, everything))]
+        except InputTooLong as error:
+            if error.field != "documents" or heads.style.layout != "joint" or len(everything) < 2:
+                raise
+        # On paper, a parallel prompt is laid out as a joint one, and is not held to the context as a whole.
+        paper = self._build(task, replace(heads, style=replace(heads.style, layout="parallel")), everything)
+        room = self.runner.info.context_tokens - self._answer_tokens(heads)
+        room -= paper.prefix_end + paper.length - paper.tail_start
+        lengths = [block.length + _LABEL_TOKENS for block in paper.blocks]
+        return [(found, self._build(task, heads, found)) for found in windows(lengths, max(1, room))]
+
+    def _voters(self, heads: HeadSet, layouts: Sequence[PromptLayout]) -> tuple[HeadId, ...]:
+        """The heads that see the whole of every prompt: behind a shorter window a document would look unread.
+
+        Raises InputTooLong (field `documents`) when none does.
         """
-        windows = self._runner.info.windows
-        needed = layout.length + (self._response_tokens if view == "response" else 0)
-        chosen = self.head_set(view).heads
-        seeing = tuple(head for head in chosen if (windows[head.layer] or needed) >= needed)
+        sliding = self.runner.info.windows
+        needed = self._answer_tokens(heads) + max(
+            layout.tail_position + layout.length - layout.tail_start for layout in layouts
+        )
+        seeing = tuple(head for head in heads.heads if (sliding[head.layer] or needed) >= needed)
         if not seeing:
-            limit = max(windows[head.layer] or 0 for head in chosen)
+            limit = max(sliding[head.layer] or 0 for head in heads.heads)
             raise InputTooLong(
                 "documents",
                 f"take {needed} tokens, the voting heads see {limit}; send fewer or shorter ones",
@@ -95,84 +264,49 @@ class HeadReranker:
             )
         return seeing
 
-    def capture(self, layout: PromptLayout, views: Sequence[View]) -> Capture:
-        """The attention of the voting heads of all given views over a prompt, from one forward pass.
-
-        Raises as `voters` does.
-        """
-        heads = dict.fromkeys(head for view in views for head in self.voters(layout, view))
-        return self._runner.capture(
-            layout, heads=tuple(heads), views=views, max_new_tokens=self._response_tokens
-        )
-
-    def rank_captured(
-        self, capture: Capture, layout: PromptLayout, view: View, aggregation: Aggregation | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-        """Let the view's heads vote on a capture that holds their rows.
-
-        Returns their mass [n, D] float64 (the mean is `span_mean` of it), the scores [D] float64 and the order.
-        Raises NonFiniteScore for attention that is not finite, and as `voters` does.
-        """
-        rows = [capture.heads.index(head) for head in self.voters(layout, view)]
-        mass = span_mass(capture.mass[view][rows], layout.documents)
-        means = span_mean(mass, torch.tensor([span.length for span in layout.documents]))
-        scores, order = vote_order(means, aggregation or self.head_set(view).default_aggregation)
-        return mass, scores, order
-
-    def rank(self, query: str, documents: Sequence[str], options: RankOptions) -> Ranking:
-        """Score documents by the vote of the heads (see `headbank.rerankers.base.Reranker.rank`)."""
-        started = time.perf_counter()
-        layout = self.layout(query, documents, options)
-        tokenised = time.perf_counter()
-        if not documents:
-            return Ranking((), (), self.name, layout.length, seconds={"tokenise": tokenised - started})
-        capture = self.capture(layout, (options.view,))
-        forwarded = time.perf_counter()
-        mass, scores, order = self.rank_captured(capture, layout, options.view, options.aggregation)
-        votes: tuple[HeadVote, ...] = ()
-        snippets: tuple[Snippet, ...] = ()
-        if options.explain:
-            votes = _votes(capture, mass, layout)
-            snippets = self._snippets(capture.mass[options.view].sum(dim=0), layout, documents)
-        return Ranking(
-            scores=tuple(scores.tolist()),
-            order=order,
-            method=self.name,
-            input_tokens=layout.length,
-            cut=layout.cut,
-            votes=votes,
-            snippets=snippets,
-            seconds={
-                "tokenise": tokenised - started,
-                "forward": forwarded - tokenised,
-                "vote": time.perf_counter() - forwarded,
-            },
-        )
-
-    def _snippets(
-        self, token_mass: torch.Tensor, layout: PromptLayout, documents: Sequence[str]
-    ) -> tuple[Snippet, ...]:
-        """The stretches of every document that all voting heads together look at most; token_mass is [T]."""
+    def _snippets(self, reading: Reading, documents: Sequence[str]) -> tuple[Snippet, ...]:
+        """The stretches of every document that all voting heads together look at most."""
+        assert reading.token_mass is not None
+        token_mass = reading.token_mass.sum(dim=0)
         snippets = []
-        for index, (document, span) in enumerate(zip(documents, layout.documents, strict=True)):
+        for index, (document, span) in enumerate(zip(documents, reading.spans(), strict=True)):
             total = float(token_mass[span.start : span.end].sum())
             if total <= 0:
                 continue
-            offsets = self._runner.prompts.offsets(document, span.length)
+            offsets = self.runner.prompts.offsets(document, span.length)
             for window in top_windows(token_mass, span, SNIPPET_TOKENS, SNIPPETS_PER_DOCUMENT):
-                start = offsets[window.start - span.start][0]
-                end = max(
-                    offset[1] for offset in offsets[window.start - span.start : window.end - span.start]
-                )
+                inside = offsets[window.start - span.start : window.end - span.start]
+                start, end = inside[0][0], max(offset[1] for offset in inside)
                 weight = float(token_mass[window.start : window.end].sum()) / total
                 snippets.append(Snippet(index, start, end, document[start:end], weight))
         return tuple(snippets)
 
 
-def _votes(capture: Capture, mass: torch.Tensor, layout: PromptLayout) -> tuple[HeadVote, ...]:
-    means = span_mean(mass, torch.tensor([span.length for span in layout.documents]))
+def reading_of(
+    layout: PromptLayout, mass: Tensor, null_layout: PromptLayout | None = None, null: Tensor | None = None
+) -> Reading:
+    """What rows of attention [n, T] over a prompt give to its documents; `null` [n, T'] under the content-free query."""
+    outside = [Span(0, layout.prefix_end), Span(layout.tail_start, layout.length)]
+    null_mass = None
+    if null_layout is not None and null is not None:
+        null_mass = _document_tokens(null, null_layout)
+    return Reading(
+        mass=span_mass(mass, layout.documents),
+        reference=span_mass(mass, outside).sum(-1),
+        lengths=torch.tensor([span.length for span in layout.documents], dtype=torch.long),
+        token_mass=_document_tokens(mass, layout),
+        null_mass=null_mass,
+    )
+
+
+def _document_tokens(rows: Tensor, layout: PromptLayout) -> Tensor:
+    return torch.cat([rows[:, span.start : span.end] for span in layout.documents], dim=1)
+
+
+def _votes(voters: Sequence[HeadId], reading: Reading) -> tuple[HeadVote, ...]:
+    means = span_mean(reading.mass, reading.lengths)
     places = ranks(means)
     return tuple(
-        HeadVote(head, tuple(mass[i].tolist()), tuple(means[i].tolist()), tuple(places[i].tolist()))
-        for i, head in enumerate(capture.heads)
+        HeadVote(head, tuple(reading.mass[i].tolist()), tuple(means[i].tolist()), tuple(places[i].tolist()))
+        for i, head in enumerate(voters)
     )

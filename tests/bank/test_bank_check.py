@@ -126,7 +126,9 @@ def test_find_tells_how_to_make_a_bank(tmp_path: Path) -> None:
     command = f"headrank calibrate --model Owner/Tiny-Model --bank {tmp_path} --data FILE"
     with pytest.raises(BankError) as caught:
         banks.find(tmp_path, model_info())
-    assert str(caught.value).endswith(f"(of other models or damaged: misfit); make one with: {command}")
+    assert str(caught.value).endswith(
+        f"(of other models, older or damaged: misfit); make one with: {command}"
+    )
     with pytest.raises(BankError, match=r"no head bank for this model; make one with: headrank calibrate"):
         banks.find(tmp_path / "nowhere", model_info())
 
@@ -143,4 +145,4 @@ def test_locate(tmp_path: Path) -> None:
 
 
 def test_shipped_banks_lie_inside_the_package() -> None:
-    assert banks.shipped_root() == Path(banks.__file__).parent / "banks"
+    assert banks.shipped_root() == Path(banks.__file__).parent.parent / "banks"

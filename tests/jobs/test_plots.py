@@ -1,6 +1,7 @@
 """The picture of a bank, read back from the figure's artists."""
 
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +14,10 @@ from matplotlib.figure import Figure
 from headbank.bank import Bank
 from headbank.errors import BankError
 from headbank.jobs.plots import EXPERT, FILL, head_map
-from headbank.types import VIEWS, HeadId, HeadSet, View
+from headbank.types import VIEWS, HeadId, HeadSet, PromptStyle, View
 from tests.bank.sample_bank import model_info, sample_bank
+
+JOINT = sample_bank().head_sets["expert.query.joint"]
 
 
 def panels(figure: Figure) -> list[Axes]:
@@ -42,7 +45,8 @@ def png_size(path: Path) -> tuple[int, int]:
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_the_voters_are_marked_and_named(tmp_path: Path, view: View) -> None:
-    figure = head_map(sample_bank(), view, tmp_path / "heads.png")
+    bank = sample_bank()
+    figure = head_map(bank, bank.head_sets[f"expert.{view}.joint"], tmp_path / "heads.png")
     assert png_size(tmp_path / "heads.png") == (1600, 900)
     for axes in panels(figure)[:2]:
         assert marks(axes) == {EXPERT: [(4, 1), (2, 3)], FILL: [(5, 0)]}
@@ -52,35 +56,38 @@ def test_the_voters_are_marked_and_named(tmp_path: Path, view: View) -> None:
 
 def test_the_colours_are_the_worst_placement(tmp_path: Path) -> None:
     bank = sample_bank()
-    figure = head_map(bank, "query", tmp_path / "heads.png")
+    figure = head_map(bank, JOINT, tmp_path / "heads.png")
     frequency, soft = (axes.images[0].get_array() for axes in panels(figure)[:2])
     # In the sample bank f rises and the average precision falls from placement to placement.
-    assert np.array_equal(np.asarray(frequency), bank.maps["expert.query.frequency"][0].numpy())
-    assert np.array_equal(np.asarray(soft), bank.maps["expert.query.soft"][2].numpy())
+    assert np.array_equal(np.asarray(frequency), bank.maps["expert.query.joint.frequency"][0].numpy())
+    assert np.array_equal(np.asarray(soft), bank.maps["expert.query.joint.soft"][2].numpy())
     for axes in panels(figure)[:2]:
         assert axes.images[0].get_cmap().name == "viridis"
         assert axes.get_ylim()[0] < axes.get_ylim()[1], "layer 0 is at the bottom"
 
 
 def test_the_bars_count_sensitive_heads_and_voters(tmp_path: Path) -> None:
-    bars = panels(head_map(sample_bank(), "query", tmp_path / "heads.png"))[2]
+    bars = panels(head_map(sample_bank(), JOINT, tmp_path / "heads.png"))[2]
     widths = [bar.get_width() for bar in bars.patches]
     assert widths[:6] == [0, 0, 4, 0, 1, 0]
     assert widths[6:] == [0, 0, 1, 0, 1, 1]
 
 
-def _wide(heads: tuple[HeadId, ...], layers: int, strict: int) -> Bank:
-    maps = {f"expert.query.{name}": torch.zeros(2, layers, 32) for name in ("frequency", "soft")}
-    maps["expert.query.sensitive"] = torch.zeros(layers, 32, dtype=torch.uint8)
-    chosen = HeadSet("q", "query", heads, "borda", strict)
-    return sample_bank(info=model_info(n_layers=layers, n_heads=32), maps=maps, head_sets={"q": chosen})
+def _wide(heads: tuple[HeadId, ...], layers: int, strict: int) -> tuple[Bank, HeadSet]:
+    maps = {f"expert.query.joint.{name}": torch.zeros(2, layers, 32) for name in ("frequency", "soft")}
+    maps["expert.query.joint.sensitive"] = torch.zeros(layers, 32, dtype=torch.uint8)
+    chosen = HeadSet("expert.query.joint", "expert", "query", heads, "borda", strict_experts=strict)
+    bank = sample_bank(
+        info=model_info(n_layers=layers, n_heads=32), maps=maps, head_sets={chosen.name: chosen}
+    )
+    return bank, chosen
 
 
 def test_names_of_one_layer_never_overlap_and_stay_in_the_panel(tmp_path: Path) -> None:
     heads = tuple(
         HeadId(layer, head) for layer, head in [(5, 16), (5, 17), (5, 18), (5, 0), (5, 31), (6, 15), (4, 17)]
     )
-    figure = head_map(_wide(heads, 36, 0), "query", tmp_path / "heads.png")
+    figure = head_map(*_wide(heads, 36, 0), tmp_path / "heads.png")
     for axes in panels(figure)[:2]:
         assert marks(axes) == {FILL: [tuple(head) for head in heads]}
         assert " ".join(text.get_text() for text in axes.texts).split() == [
@@ -93,25 +100,18 @@ def test_names_of_one_layer_never_overlap_and_stay_in_the_panel(tmp_path: Path) 
 
 
 def test_a_deep_model_gets_a_higher_picture(tmp_path: Path) -> None:
-    figure = head_map(_wide((HeadId(70, 3),), 80, 1), "query", tmp_path / "heads.png")
+    figure = head_map(*_wide((HeadId(70, 3),), 80, 1), tmp_path / "heads.png")
     assert png_size(tmp_path / "heads.png") == (1600, 1725)
     assert marks(panels(figure)[0]) == {EXPERT: [(70, 3)]}
 
 
-def test_the_first_set_of_the_view_is_drawn(tmp_path: Path) -> None:
-    sets = {name: HeadSet(name, "query", (HeadId(i, 0),), "borda", 1) for i, name in [(1, "z"), (2, "a")]}
-    figure = head_map(sample_bank(head_sets=sets), "query", tmp_path / "heads.png")
-    assert marks(panels(figure)[0]) == {EXPERT: [(2, 0)]}
-
-
-def test_what_the_bank_lacks_is_named(tmp_path: Path) -> None:
+def test_maps_are_of_the_sets_layout_and_missing_ones_are_named(tmp_path: Path) -> None:
+    parallel = replace(JOINT, name="expert.query.parallel", style=PromptStyle("parallel"))
     bank = sample_bank()
-    with pytest.raises(BankError, match=r"no head set of the view response"):
-        head_map(
-            sample_bank(head_sets={"expert_query": bank.head_sets["expert_query"]}),
-            "response",
-            tmp_path / "x",
-        )
-    with pytest.raises(BankError, match=r"no map expert.query.frequency"):
-        head_map(sample_bank(maps={}), "query", tmp_path / "x")
+    with pytest.raises(BankError, match=r"no map expert.query.parallel.frequency"):
+        head_map(bank, parallel, tmp_path / "x")
     assert list(tmp_path.iterdir()) == []
+    maps = {name.replace("joint", "parallel"): 1 - values.double() for name, values in bank.maps.items()}
+    figure = head_map(sample_bank(maps=bank.maps | maps), parallel, tmp_path / "heads.png")
+    frequency = panels(figure)[0].images[0].get_array()
+    assert np.array_equal(np.asarray(frequency), maps["expert.query.parallel.frequency"].amin(0).numpy())

@@ -1,6 +1,7 @@
 """A model's identity: what must change a hash does, what a file format changes does not."""
 
 import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from headbank.models.arch import (
     context_tokens,
     decoder_layers,
     describe,
+    first_layers,
     layer_windows,
     norm_hashes,
     tokenizer_hash,
@@ -23,7 +25,7 @@ from tests.support.tiny_models import FAMILIES, WINDOW, from_config, tiny_config
 
 
 def info(model: Any) -> ModelInfo:
-    return describe(model, tiny_tokenizer(), model_id="m", revision="r", template_hash="t")
+    return describe(model, model.config, tiny_tokenizer(), model_id="m", revision="r", template_hash="t")
 
 
 def config_hash(family: str, **changes: Any) -> str:
@@ -100,6 +102,58 @@ def test_a_window_that_is_switched_off_is_none() -> None:
     assert layer_windows(config) == (None, None)
     config.use_sliding_window = True
     assert layer_windows(config) == (4096, 4096)
+
+
+def test_the_first_layers_of_a_model_describe_the_whole_of_it() -> None:
+    whole = tiny_model("gemma2")
+    part = copy.deepcopy(whole)
+    part.model.layers = part.model.layers[:1]
+    found = describe(part, whole.config, tiny_tokenizer(), model_id="m", revision="r", template_hash="t")
+    expected = info(whole)
+    assert found == replace(expected, norm_hashes=expected.norm_hashes[:1])
+
+
+@pytest.mark.parametrize(
+    ("family", "n_layers", "expected"),
+    [
+        ("llama", 2, {"num_hidden_layers": 2}),
+        ("mistral", 1, {"num_hidden_layers": 1}),
+        ("qwen2", 2, {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}),
+        ("qwen3", 1, {"num_hidden_layers": 1, "layer_types": ["full_attention"]}),
+        (
+            "gemma2",
+            3,
+            {
+                "num_hidden_layers": 3,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            },
+        ),
+        ("gemma3_text", 1, {"num_hidden_layers": 1, "layer_types": ["sliding_attention"]}),
+        ("olmo2", 2, {"num_hidden_layers": 2}),
+        ("phi3", 2, {"num_hidden_layers": 2}),
+    ],
+)
+def test_fields_of_the_first_layers(family: str, n_layers: int, expected: dict[str, Any]) -> None:
+    config = tiny_config(family)
+    before = config.to_dict()
+    assert first_layers(config, n_layers) == expected
+    assert config.to_dict() == before
+
+
+def test_a_list_is_cut_only_when_it_is_about_layers() -> None:
+    config = SimpleNamespace(
+        num_hidden_layers=3,
+        no_rope_layers=[1, 1, 0],
+        mlp_layer_types=("dense", "dense", "sparse"),
+        dense_layers=[0, 2],
+        layer_norm_eps=1e-5,
+        eos_token_id=[7, 8, 9],
+    )
+    assert first_layers(config, 2) == {
+        "num_hidden_layers": 2,
+        "no_rope_layers": [1, 1],
+        "mlp_layer_types": ("dense", "dense"),
+    }
 
 
 FORWARD_CHANGES: list[tuple[str, dict[str, Any]]] = [

@@ -19,8 +19,11 @@ from transformers import (
 
 from headbank.errors import UnsupportedModel
 from headbank.models import tap
+from headbank.models.base import CaptureRequest
 from headbank.models.hf import HFRunner
-from tests.support.tiny_models import eager_rows, from_config, tiny_model, tiny_tokenizer
+from headbank.types import PromptStyle
+from tests.support.reference import STYLES, eager_prompt
+from tests.support.tiny_models import from_config, tiny_model, tiny_tokenizer
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,
@@ -50,16 +53,19 @@ OTHERS: dict[str, Any] = {
 }
 
 
+@pytest.mark.parametrize("style", STYLES[:2], ids=str)
 @pytest.mark.parametrize("name", OTHERS)
-def test_an_untested_family_is_checked_and_read(name: str) -> None:
+def test_an_untested_family_is_checked_and_read(name: str, style: PromptStyle) -> None:
     model = from_config(OTHERS[name], torch.float64)
     runner = HFRunner(model, tiny_tokenizer(), model_id=name)
-    layout = runner.prompts.build("Who wrote it?", ["Ada wrote the book.", "Nobody did."])
-    rows, _ = eager_rows(model, torch.tensor([layout.ids]))
-    query = slice(layout.query.start, layout.query.end)
-    expected = torch.cat([layer[0, :, query].mean(1) for layer in rows])
-    torch.testing.assert_close(runner.capture(layout).mass["query"], expected, atol=1e-12, rtol=0)
     assert model.config._attn_implementation == tap.ATTENTION_NAME
+    documents = ["Ada wrote the book, and the lamp was lit.", "Nobody did."]
+    layout = runner.prompts.build("Who wrote it?", documents, style=style)
+    rows, _ = eager_prompt(model, layout)
+    query = slice(layout.query.start, layout.query.end)
+    expected = torch.cat([layer[:, query].mean(1) for layer in rows])
+    capture = runner.capture(CaptureRequest(layout))
+    torch.testing.assert_close(capture.mass["query"], expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

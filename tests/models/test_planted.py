@@ -4,20 +4,21 @@ from collections import Counter
 
 import pytest
 
-from headbank.models.base import Capture
-from headbank.types import HeadId, PromptLayout, Sample, View
+from headbank.models.base import Capture, CaptureRequest
+from headbank.types import JOINT, HeadId, PromptLayout, PromptStyle, Sample, View
 from tests.support.planted import BIASED, COPIER, PLANTED, planted_runner, planted_samples
 
 BOTH: tuple[View, ...] = ("query", "response")
 ALL = tuple(HeadId(layer, head) for layer in range(3) for head in range(4))
 
 
-def placed(sample: Sample, place: int) -> tuple[PromptLayout, list[bool]]:
+def placed(sample: Sample, place: int, style: PromptStyle = JOINT) -> tuple[PromptLayout, list[bool]]:
     """The prompt with the golds as a block before distractor `place`, and which documents are golds."""
     golds = [sample.documents[i] for i in sample.golds]
     others = [sample.documents[i] for i in sample.distractors]
     documents = [*others[:place], *golds, *others[place:]]
-    layout = planted_runner()[0].prompts.build(sample.question, [d.content for d in documents])
+    texts = [d.content for d in documents]
+    layout = planted_runner()[0].prompts.build(sample.question, texts, style=style)
     return layout, [d.gold for d in documents]
 
 
@@ -55,7 +56,7 @@ def test_planted_heads_look_where_they_should(view: View) -> None:
     cases = all_placements(planted_samples(6))
     first_is_gold = 0
     for layout, gold in cases:
-        capture = runner.capture(layout, views=(view,))
+        capture = runner.capture(CaptureRequest(layout, views=(view,)))
         planted = means(capture, view, PLANTED, layout)
         lowest = min(m for m, is_gold in zip(planted, gold, strict=True) if is_gold)
         highest = max(m for m, is_gold in zip(planted, gold, strict=True) if not is_gold)
@@ -75,11 +76,31 @@ def test_planted_heads_look_where_they_should(view: View) -> None:
     assert first_is_gold == 6 < len(cases)
 
 
+@pytest.mark.parametrize("view", BOTH)
+def test_in_parallel_the_planted_head_finds_golds_and_the_biased_one_no_first_document(view: View) -> None:
+    runner, _ = planted_runner()
+    for sample in planted_samples(4):
+        seen = []
+        for place in range(len(sample.distractors) + 1):
+            layout, gold = placed(sample, place, PromptStyle("parallel"))
+            capture = runner.capture(CaptureRequest(layout, views=(view,), max_new_tokens=4))
+            planted = means(capture, view, PLANTED, layout)
+            found = [m for m, is_gold in zip(planted, gold, strict=True) if is_gold]
+            missed = [m for m, is_gold in zip(planted, gold, strict=True) if not is_gold]
+            assert min(found) > 2 * max(missed)
+            seen.append(sorted(means(capture, view, BIASED, layout)))
+            if view == "response":
+                assert runner.decode(capture.response) == sample.answer
+        # Wherever it stands, a document is as far away.
+        assert max(seen[0]) < 1.3 * min(seen[0])
+        assert all(other == pytest.approx(seen[0], rel=1e-4) for other in seen)
+
+
 def test_the_planted_model_answers_with_the_word_of_the_golds() -> None:
     runner, _ = planted_runner()
     for sample in planted_samples(4):
         layout = runner.prompts.build(sample.question, [d.content for d in sample.documents])
-        capture = runner.capture(layout, views=("response",), max_new_tokens=4)
+        capture = runner.capture(CaptureRequest(layout, views=("response",), max_new_tokens=4))
         assert runner.decode(capture.response) == sample.answer
 
 
@@ -91,7 +112,7 @@ def test_the_planted_samples_find_the_planted_head_and_no_other() -> None:
     for sample in planted_samples(n):
         for place in range(4):
             layout, gold = placed(sample, place)
-            capture = runner.capture(layout)
+            capture = runner.capture(CaptureRequest(layout))
             for head in capture.heads:
                 attention = means(capture, "query", head, layout)
                 inside = [m for m, is_gold in zip(attention, gold, strict=True) if is_gold]

@@ -1,6 +1,7 @@
 """Tiny random models and a tiny tokenizer, made in memory: every family the tap supports, no files."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -207,3 +208,31 @@ def eager_rows(model: Any, ids: torch.Tensor, **inputs: Any) -> tuple[list[torch
 def random_ids(*shape: int, seed: int = 1) -> torch.Tensor:
     """Token ids that are no special tokens, int64."""
     return torch.randint(3, 400, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Work:
+    """Counts the calls of a model's modules, and the tokens of every pass, inside a `with` block."""
+
+    def __init__(self, model: Any) -> None:
+        self.calls: Counter[str] = Counter()
+        self.tokens: list[int] = []
+        """Tokens that enter each pass."""
+        self._model = model
+        self._handles: list[Any] = []
+
+    def _hook(self, name: str) -> Any:
+        def count(module: Any, inputs: Any) -> None:
+            self.calls[name] += 1
+            if name == "model.embed_tokens":
+                self.tokens.append(inputs[0].shape[1])
+
+        return count
+
+    def __enter__(self) -> "Work":
+        named = [(name, module) for name, module in self._model.named_modules() if name]
+        self._handles = [module.register_forward_pre_hook(self._hook(name)) for name, module in named]
+        return self
+
+    def __exit__(self, *reason: object) -> None:
+        for handle in self._handles:
+            handle.remove()

@@ -1,13 +1,4 @@
-"""The head bank on disk: which heads of one model vote, and how they were found.
-
-A bank is the folder `ROOT/<model-slug>/`:
-
-* `manifest.json`: the model's fingerprint, the head sets, the record of the calibration, and the size and
-  SHA-256 of every other file; its own SHA-256 is taken over all its other fields.
-* `maps.safetensors`: score maps named `<detector>.<view>.<quantity>`, shaped [L, H] or [P, L, H].
-
-No time stamps: equal banks are equal bytes.
-"""
+"""Banks on disk: write, read, find."""
 
 import hashlib
 import json
@@ -17,72 +8,22 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
-from pydantic import BaseModel, JsonValue, ValidationError
+from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors import torch as safetensors
 
-from headbank.errors import BankError, BankMismatch
-from headbank.types import HeadSet, ModelInfo
+from headbank.bank.compare import calibrate_command, check_info
+from headbank.bank.schema import READ_VERSIONS, SCHEMA_VERSION, Bank, Manifest, validate
+from headbank.errors import BankError
+from headbank.types import ModelInfo
 
-SCHEMA_VERSION = 1
-READ_VERSIONS = (1,)
 MANIFEST = "manifest.json"
 MAPS = "maps.safetensors"
-
-FINGERPRINT_FIELDS = (
-    "config_hash",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "d_model",
-    "tokenizer_hash",
-    "template_hash",
-    "norm_hashes",
-)
-"""Fields of ModelInfo that must agree between a bank and the model it serves, in the order of the check."""
-
-_MAP_DTYPES = (torch.float64, torch.float32, torch.uint8)
-
-
-@dataclass(frozen=True, eq=False)
-class Bank:
-    """Everything that one calibration learnt about one model."""
-
-    info: ModelInfo
-    layout: Literal["joint"]
-    head_sets: dict[str, HeadSet]
-    """By the name of the set."""
-    maps: dict[str, torch.Tensor]
-    """For example `expert.query.frequency` [P, L, H] (f), `.strength` [P, L, H] (Abar), `.soft` [P, L, H]
-    (mean average precision), `.expert` and `.sensitive` [L, H] uint8."""
-    training: dict[str, Any]
-    """JSON values: data name and hash, sample ids, seed, placements, thresholds, options, counts of used and
-    rejected samples by reason, library versions, selection protocol."""
-
-
-class FileRecord(BaseModel):
-    """Size and hash of one file of a bank."""
-
-    bytes: int
-    sha256: str
-
-
-class Manifest(BaseModel):
-    """Schema version 1 of `manifest.json`."""
-
-    schema_version: Literal[1]
-    model: ModelInfo
-    layout: Literal["joint"]
-    head_sets: dict[str, HeadSet]
-    training: dict[str, JsonValue]
-    files: dict[str, FileRecord]
-    sha256: str
-    """SHA-256 of the manifest without this field."""
 
 
 def slug(model_id: str) -> str:
@@ -97,7 +38,7 @@ def slug(model_id: str) -> str:
 
 def shipped_root() -> Path:
     """Folder of the banks that ship inside the package."""
-    return Path(__file__).parent / "banks"
+    return Path(__file__).parent.parent / "banks"
 
 
 def write(bank: Bank, root: Path) -> Path:
@@ -160,7 +101,14 @@ def read(folder: Path) -> Bank:
         maps = safetensors.load(raw)
     except SafetensorError as error:
         raise BankError(f"{path}: not a safetensors file: {error}") from error
-    bank = Bank(manifest.model, manifest.layout, manifest.head_sets, maps, dict(manifest.training))
+    bank = Bank(
+        manifest.model,
+        manifest.head_sets,
+        manifest.fusions,
+        manifest.defaults,
+        maps,
+        dict(manifest.training),
+    )
     try:
         validate(bank)
     except BankError as error:
@@ -195,7 +143,7 @@ def find(root: Path, info: ModelInfo) -> Path:
     fitting, other = [], []
     for folder in _banks_in(root):
         try:
-            _check_info(_read_manifest(folder).model, info)
+            check_info(_read_manifest(folder).model, info)
         except BankError:
             other.append(folder)
         else:
@@ -204,87 +152,10 @@ def find(root: Path, info: ModelInfo) -> Path:
         return fitting[0]
     if fitting:
         raise BankError(f"{root}: more than one head bank fits the model, name one of {_names(fitting)}")
-    seen = f" (of other models or damaged: {_names(other)})" if other else ""
-    raise BankError(f"{root}: no head bank for this model{seen}; make one with: {_command(info, root)}")
-
-
-def check(bank: Bank, info: ModelInfo) -> None:
-    """Refuse a bank that was made with another model, tokenizer or template.
-
-    `info.norm_hashes` may cover only the first layers (a truncated model): the common prefix is compared. The
-    model's name, its revision and its dtype may differ. Raises BankMismatch for the first differing field.
-    """
-    _check_info(bank.info, info)
-
-
-def validate(bank: Bank) -> None:
-    """Check that a bank is sound in itself.
-
-    Heads lie inside [L, H] without duplicates, `strict_experts` counts some of them, maps are finite and
-    shaped [L, H] or [P, L, H] with one P per detector, and all records are finite JSON. Raises BankError.
-    """
-    shape = (bank.info.n_layers, bank.info.n_heads)
-    for name, heads in bank.head_sets.items():
-        _validate_set(name, heads, shape)
-    _require_json(bank.training, "training")
-    placements: dict[str, int] = {}
-    for name, values in sorted(bank.maps.items()):
-        if values.dtype not in _MAP_DTYPES:
-            raise BankError(f"map {name}: dtype {values.dtype} is not float64, float32 or uint8")
-        if values.dim() not in (2, 3) or tuple(values.shape[-2:]) != shape:
-            raise BankError(f"map {name}: shape {list(values.shape)} does not end in [L, H] = {list(shape)}")
-        if values.dim() == 3 and placements.setdefault(name.split(".")[0], len(values)) != len(values):
-            raise BankError(f"map {name}: {len(values)} placements, unlike other maps of its detector")
-        if not bool(torch.isfinite(values).all()):
-            raise BankError(f"map {name}: a value is not a finite number")
-
-
-def _validate_set(name: str, heads: HeadSet, shape: tuple[int, int]) -> None:
-    if heads.name != name:
-        raise BankError(f"head set {name}: its own name differs from its key")
-    if not heads.heads:
-        raise BankError(f"head set {name}: it has no heads")
-    for head in heads.heads:
-        if not (0 <= head.layer < shape[0] and 0 <= head.head < shape[1]):
-            raise BankError(f"head set {name}: {head} is outside {shape[0]} layers x {shape[1]} heads")
-    if len(set(heads.heads)) != len(heads.heads):
-        raise BankError(f"head set {name}: a head is named twice")
-    strict, total = heads.strict_experts, len(heads.heads)
-    if not 0 <= strict <= total:
-        raise BankError(f"head set {name}: strict_experts is {strict}, the set has {total} heads")
-    _require_json(heads.dev_metrics, f"head set {name}: dev_metrics")
-
-
-def _require_json(value: object, where: str) -> None:
-    """Raise BankError naming the place of the first value that JSON would lose or change."""
-    if isinstance(value, float) and not math.isfinite(value):
-        raise BankError(f"{where} is not a finite number")
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise BankError(f"{where} has a key that is not a string")
-            _require_json(item, f"{where}.{key}")
-    elif isinstance(value, list | tuple):
-        for i, item in enumerate(value):
-            _require_json(item, f"{where}[{i}]")
-    elif value is not None and not isinstance(value, str | int | float):
-        raise BankError(f"{where} is a {type(value).__name__}, not a JSON value")
-
-
-def _check_info(expected: ModelInfo, found: ModelInfo) -> None:
-    hint = f"recalibrate with: {_command(found, Path('BANK'))}"
-    for field in FINGERPRINT_FIELDS:
-        old, new = getattr(expected, field), getattr(found, field)
-        if field == "norm_hashes":
-            for layer, (a, b) in enumerate(zip(old, new, strict=False)):
-                if a != b:
-                    raise BankMismatch(field, a, b, f"layer {layer} is the first to differ; {hint}")
-        elif old != new:
-            raise BankMismatch(field, old, new, hint)
-
-
-def _command(info: ModelInfo, root: Path) -> str:
-    return f"headrank calibrate --model {info.model_id} --bank {root} --data FILE"
+    seen = f" (of other models, older or damaged: {_names(other)})" if other else ""
+    raise BankError(
+        f"{root}: no head bank for this model{seen}; make one with: {calibrate_command(info.model_id, root)}"
+    )
 
 
 def _banks_in(root: Path) -> list[Path]:
@@ -299,20 +170,23 @@ def _names(folders: list[Path]) -> str:
 
 
 def _manifest_bytes(bank: Bank, files: Mapping[str, bytes]) -> bytes:
-    content = {
+    draft = {
         "schema_version": SCHEMA_VERSION,
         "model": asdict(bank.info),
-        "layout": bank.layout,
         "head_sets": {name: asdict(heads) for name, heads in bank.head_sets.items()},
+        "fusions": {name: asdict(fusion) for name, fusion in bank.fusions.items()},
+        "defaults": bank.defaults,
         "training": bank.training,
         "files": {name: {"bytes": len(raw), "sha256": _sha256(raw)} for name, raw in files.items()},
+        "sha256": "",
     }
-    raw = _dump(content | {"sha256": _sha256(_dump(content))})
     try:
-        Manifest.model_validate_json(raw, strict=True, extra="forbid")
+        manifest = Manifest.model_validate_json(_dump(draft), strict=True, extra="forbid")
     except ValidationError as error:
         raise BankError(f"the bank does not fit the manifest's schema: {_first_problem(error)}") from error
-    return raw
+    # Written as it was understood, with 1.0 for a 1 among floats: a bank that was read is the same bytes again.
+    content = manifest.model_dump(mode="json", exclude={"sha256"})
+    return _dump(content | {"sha256": _sha256(_dump(content))})
 
 
 def _read_manifest(folder: Path) -> Manifest:
@@ -321,15 +195,12 @@ def _read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     raw = _read_bytes(path)
     try:
-        content = json.loads(raw, parse_constant=_refuse_constant)
-    except ValueError as error:
+        content = json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
         raise BankError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise BankError(f"{path}: not a JSON object")
-    version = content.get("schema_version")
-    if version not in READ_VERSIONS:
-        readable = ", ".join(map(str, READ_VERSIONS))
-        raise BankError(f"{path}: schema_version is {version!r}, this program reads {readable}")
+    _check_version(content.get("schema_version"), folder)
     try:
         manifest = Manifest.model_validate_json(raw, strict=True, extra="forbid")
     except ValidationError as error:
@@ -340,8 +211,26 @@ def _read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def _check_version(version: object, folder: Path) -> None:
+    if version in READ_VERSIONS:
+        return
+    readable = ", ".join(map(str, READ_VERSIONS))
+    message = f"{folder / MANIFEST}: schema_version is {version!r}, this program reads {readable}"
+    if isinstance(version, int) and version < min(READ_VERSIONS):
+        command = calibrate_command("MODEL", folder.parent)
+        message += f"; the bank is too old: delete its folder and recalibrate with: {command}"
+    raise BankError(message)
+
+
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError("a number is too large")
+    return value
 
 
 def _first_problem(error: ValidationError) -> str:
