@@ -20,6 +20,9 @@ attention less that of a content-free query."""
 
 VIEWS: tuple[View, ...] = ("query", "response")
 LAYOUTS: tuple[Layout, ...] = ("joint", "parallel")
+VOTES: tuple[Aggregation, ...] = ("borda", "rrf", "share")
+"""The rules that compare the documents of one request."""
+
 AGGREGATIONS: tuple[Aggregation, ...] = ("borda", "rrf", "share", "evidence", "calibrated")
 
 
@@ -264,7 +267,7 @@ class Ranking:
     order: tuple[int, ...]
     method: str
     raw_scores: tuple[float, ...] | None = None
-    """The log-odds behind probabilities; None where scores are not made of them."""
+    """What `scores` were made of, on an open scale: log-odds z, BM25's sums; None where they are the same."""
     input_tokens: int = 0
     cut: tuple[int, ...] = ()
     votes: tuple[HeadVote, ...] = ()

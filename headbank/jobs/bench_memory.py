@@ -95,9 +95,12 @@ def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int | 
         before = torch.cuda.memory_allocated(device)
         call()
         return int(torch.cuda.max_memory_allocated(device)) - int(before)
+    mark = Path("/proc/self/clear_refs")
+    if not mark.exists():
+        return None
     _give_back()
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        mark.write_text("5")
     except OSError:
         return None
     resident = _status_bytes("VmRSS")

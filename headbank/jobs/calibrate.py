@@ -1,18 +1,56 @@
-"""The calibration job: samples -> shards -> expert heads -> bank."""
+"""The calibration job: samples -> shards -> head sets, the best of them by default -> bank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from headbank.bank import MANIFEST, Bank, check, read, slug, write
 from headbank.errors import BankError, BankMismatch, DataError
-from headbank.jobs.capture import CaptureConfig, Shard, all_placements, capture_folder, capture_samples
-from headbank.jobs.select import SelectConfig, describe, select, view_statistics
+from headbank.jobs.capture import (
+    AS_GIVEN,
+    CaptureConfig,
+    Shard,
+    all_placements,
+    capture_folder,
+    capture_samples,
+)
+from headbank.jobs.curves import layer_curve, response_curve
+from headbank.jobs.detect import DETECTORS, Problem, SelectConfig
+from headbank.jobs.select import Selected, describe, fuse, intervals, select
+from headbank.jobs.statistics import view_statistics
 from headbank.models.base import HeadRunner
-from headbank.types import ModelInfo, Sample, View
+from headbank.types import Fusion, ModelInfo, PromptStyle, Sample, View
+
+Voter = Callable[[Sample], Tensor]
+"""Another ranker's raw scores of a sample's documents, [D] float64."""
+
+DEFAULT_SELECTION = SelectConfig()
+DEFAULT_STYLES = (PromptStyle("joint"), PromptStyle("parallel"))
+
+
+@dataclass(frozen=True)
+class CalibrateConfig:
+    """What the job does."""
+
+    styles: tuple[PromptStyle, ...] = DEFAULT_STYLES
+    """At most one per layout."""
+    views: tuple[View, ...] = ("query", "response")
+    placements: int | None = None
+    """Of the golds in `joint`; None: all of them."""
+    detectors: tuple[str, ...] = tuple(DETECTORS)
+    seed: int = 0
+    response_tokens: int = 16
+    selection: SelectConfig = DEFAULT_SELECTION
+    curves: bool = True
+    """Also measure how much layers and written tokens matter."""
+
+
+DEFAULT_CONFIG = CalibrateConfig()
 
 
 @dataclass(frozen=True)
@@ -25,6 +63,15 @@ class Calibration:
     rejected: dict[str, list[str]]
 
 
+@dataclass
+class _Found:
+    """What selection found over all views and styles."""
+
+    selected: dict[str, Selected]
+    fusions: dict[str, Fusion]
+    training: dict[str, Any]
+
+
 def calibrate(
     runner: HeadRunner,
     samples: Sequence[Sample],
@@ -32,64 +79,128 @@ def calibrate(
     *,
     data_name: str,
     data_hash: str,
-    placements: int | None = None,
-    views: tuple[View, ...] = ("query", "response"),
-    seed: int = 0,
-    response_tokens: int = 16,
-    selection: SelectConfig | None = None,
+    config: CalibrateConfig = DEFAULT_CONFIG,
+    voters: Mapping[str, Voter] | None = None,
+    dense_model: str = "",
+    captures: Path | None = None,
     on_sample: Callable[[Sample, bool], None] | None = None,
 ) -> Calibration:
-    """Find a model's expert heads and write its bank under `root`.
+    """Find a model's head sets and write its bank under `root`; shards go to `captures`, by default beside it.
 
-    `placements` None takes all of them. A job that was stopped continues when it is called again with the same
-    arguments, and writes the same bytes. Raises DataError when no sample can be used, BankError when the bank's
-    folder holds the bank of another model, NonFiniteScore when the model's attention is not finite.
+    For each view the default is the set with the highest cross-validated MAP over all styles and detectors. A job
+    that was stopped continues when it is called again with the same arguments, and writes the same bytes. Raises
+    DataError when fewer than two samples can be used, BankError when the bank's folder holds the bank of another
+    model, NonFiniteScore when the model's attention is not finite.
     """
     _refuse_to_replace(root, runner.info)
-    capture = CaptureConfig(placements or all_placements(samples), views, seed, response_tokens)
-    select_config = selection or SelectConfig(seed=seed)
-    folder = capture_folder(root, runner.info, capture)
-    shards, rejected = capture_samples(runner, samples, capture, folder, on_sample)
-    if not shards:
-        reasons = ", ".join(f"{reason}: {len(ids)}" for reason, ids in sorted(rejected.items()))
-        raise DataError(
-            data_name, f"none of {len(samples)} samples can be used ({reasons or 'the file is empty'})"
-        )
-    selected = {
-        view: select(
-            view_statistics(shards, view),
-            view,
-            select_config,
-            _eligible(runner.info, shards, view, response_tokens),
-        )
-        for view in views
-    }
+    found = _Found({}, {}, {"choice": {view: [] for view in config.views}})
+    rejected: dict[str, list[str]] = {}
+    used: list[str] = []
+    for style in config.styles:
+        placements = AS_GIVEN
+        if style.layout == "joint":
+            placements = config.placements or all_placements(samples)
+        capture = CaptureConfig(placements, config.views, style, config.seed, config.response_tokens)
+        folder = capture_folder(captures or root, runner.info, capture)
+        shards, refused = capture_samples(runner, samples, capture, folder, on_sample)
+        for reason, ids in refused.items():
+            rejected.setdefault(reason, []).extend(i for i in ids if i not in rejected.get(reason, []))
+        if len(shards) < 2:
+            reasons = ", ".join(f"{reason}: {len(ids)}" for reason, ids in sorted(refused.items()))
+            raise DataError(
+                data_name,
+                f"{len(shards)} of {len(samples)} samples can be used, calibration needs at least 2 "
+                f"({reasons or 'the file is too short'})",
+            )
+        used = [shard.sample_id for shard in shards]
+        by_id = {sample.id: sample for sample in samples}
+        scores = {name: [voter(by_id[i]) for i in used] for name, voter in (voters or {}).items()}
+        for view in config.views:
+            _select_view(runner.info, shards, view, style, config, scores, dense_model, found)
     bank = Bank(
         info=runner.info,
-        layout="joint",
-        head_sets={s.head_set.name: s.head_set for s in selected.values()},
-        maps={name: value for s in selected.values() for name, value in s.maps.items()},
-        training={
+        head_sets={name: s.head_set for name, s in found.selected.items() if s.head_set.detector != "icr"},
+        fusions=found.fusions,
+        defaults={view: _default(found, view) for view in config.views},
+        maps={name: value for s in found.selected.values() for name, value in s.maps.items()},
+        training=found.training
+        | {
             "data": data_name,
             "data_sha256": data_hash,
-            "sample_ids": [shard.sample_id for shard in shards],
+            "sample_ids": used,
             "rejected": rejected,
-            "capture": asdict(capture) | {"views": list(capture.views)},
-            "selection": describe(select_config),
-            "counts": {view: s.counts for view, s in selected.items()},
+            "views": list(config.views),
+            "styles": [asdict(style) for style in config.styles],
+            "placements": config.placements,
+            "response_tokens": config.response_tokens,
+            "seed": config.seed,
+            "selection": describe(config.selection),
             "versions": {name: version(name) for name in ("headrank", "torch", "transformers")},
         },
     )
-    return Calibration(write(bank, root), bank, len(shards), rejected)
+    return Calibration(write(bank, root), bank, len(used), rejected)
 
 
-def _eligible(info: ModelInfo, shards: Sequence[Shard], view: View, response_tokens: int) -> torch.Tensor:
-    """Layers that see the whole of every calibration prompt; heads behind a shorter window cannot vote. [L] bool
+def _select_view(
+    info: ModelInfo,
+    shards: Sequence[Shard],
+    view: View,
+    style: PromptStyle,
+    config: CalibrateConfig,
+    voters: Mapping[str, Sequence[Tensor]],
+    dense_model: str,
+    found: _Found,
+) -> None:
+    """All detectors of one view and style, the fusion of the best, and the curves of the training record."""
+    selection = config.selection
+    tokens = config.response_tokens if view == "response" else None
+    eligible = eligible_layers(info, shards, tokens or 0, selection.max_layer)
+    problem = Problem(view_statistics(shards, view, style, tokens), selection, eligible)
+    rows = found.training["choice"][view]
+    best: Selected | None = None
+    for detector in config.detectors:
+        chosen = select(problem, detector)
+        found.selected[chosen.head_set.name] = chosen
+        metrics = intervals(chosen.held_out.values[chosen.head_set.default_aggregation], selection)
+        rows.append({"name": chosen.head_set.name, "style": str(style), **metrics})
+        if chosen.counts:
+            found.training.setdefault("counts", {})[problem.name("expert")] = chosen.counts
+        if detector != "icr" and (best is None or metrics["MAP"]["mean"] > _map(best, selection)):
+            best = chosen
+    assert best is not None, "icr alone makes no bank"
+    if voters:
+        fusion = fuse(problem, best.head_set, best.held_out.z, voters, dense_model)
+        found.fusions[fusion.name] = fusion
+    if config.curves:
+        curves = found.training.setdefault("curves", {})
+        curves[problem.name("layers")] = layer_curve(problem)
+        if view == "response":
+            curves[problem.name("tokens")] = response_curve(problem)
 
-    Raises DataError when no layer does.
+
+def _map(selected: Selected, config: SelectConfig) -> float:
+    values = selected.held_out.values[selected.head_set.default_aggregation]
+    return intervals(values, config)["MAP"]["mean"]
+
+
+def _default(found: _Found, view: View) -> str:
+    """The set of a view with the highest held-out MAP; the first of equal ones."""
+    rows = [row for row in found.training["choice"][view] if not row["name"].startswith("icr.")]
+    return str(max(rows, key=lambda row: row["MAP"]["mean"])["name"])
+
+
+def eligible_layers(
+    info: ModelInfo, shards: Sequence[Shard], response_tokens: int, max_layer: float = 1.0
+) -> Tensor:
+    """Layers that see the whole of every calibration prompt, within the first `max_layer` of all. [L] bool
+
+    Heads behind a shorter window cannot vote. Raises DataError when no layer is left.
     """
-    longest = max(shard.prompt_tokens for shard in shards) + (response_tokens if view == "response" else 0)
-    eligible = torch.tensor([window is None or window >= longest for window in info.windows])
+    longest = max(shard.prompt_tokens for shard in shards) + response_tokens
+    last = max(1, round(max_layer * info.n_layers))
+    eligible = torch.tensor(
+        [i < last and (window is None or window >= longest) for i, window in enumerate(info.windows)]
+    )
     if not bool(eligible.any()):
         widest = max(window or 0 for window in info.windows)
         raise DataError(

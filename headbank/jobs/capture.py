@@ -238,7 +238,7 @@ def _masses(
     """Mass per document and on the reference tokens, from rows [..., L * H, T] of every placement."""
     masses, references = [], []
     for order, layout, rows in groups:
-        rows = rows.unflatten(-2, (info.n_layers, info.n_heads))
+        rows = rows.reshape(*rows.shape[:-2], info.n_layers, info.n_heads, rows.shape[-1])
         masses.append(span_mass(rows, layout.documents)[..., torch.tensor(order).argsort()].float())
         outside = [Span(0, layout.prefix_end), Span(layout.tail_start, layout.length)]
         references.append(span_mass(rows, outside).sum(-1).float())
@@ -253,7 +253,7 @@ def _token_masses(
     for order, layout, rows in groups:
         spans = [layout.documents[at] for at in torch.tensor(order).argsort().tolist()]
         of_documents = torch.cat([rows[:, span.start : span.end] for span in spans], dim=1)
-        found.append(of_documents.unflatten(0, (info.n_layers, info.n_heads)))
+        found.append(of_documents.reshape(info.n_layers, info.n_heads, -1))
     return {f"{name}.tokens": (torch.stack(found) * TOKEN_SCALE).to(torch.float16)}
 
 

@@ -1,54 +1,46 @@
-"""Select: expert heads and how well they do, from shards alone. Seconds, repeatable with other thresholds."""
+"""Select: head sets, their probabilities and their honest metrics, from shards alone.
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+Every number comes from cross-validation over questions: no sample is ranked by heads, weights or scales that were
+fitted on it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headbank.jobs.capture import Shard
+from headbank.jobs.detect import DETECTORS, Problem, SelectConfig
 from headbank.numerics import activation
+from headbank.numerics.evidence import (
+    combine,
+    expected_calibration_error,
+    fit_platt,
+    moments,
+    platt,
+    standardise,
+)
 from headbank.numerics.metrics import mean_with_interval, rank_metrics_many
-from headbank.numerics.spans import span_mean
-from headbank.numerics.voting import vote_order
-from headbank.types import AGGREGATIONS, Aggregation, HeadId, HeadSet, View
+from headbank.numerics.panels import fit_weights
+from headbank.rerankers.base import by_score
+from headbank.rerankers.scoring import evidence, score
+from headbank.types import VOTES, Aggregation, Fusion, HeadSet
 
 THRESHOLDS_TRIED = (0.2, 0.4, 0.6, 0.8)
+FUSION_STRENGTH = 3.0
+"""Of the samples against the prior: a handful of weights is well determined by a few samples."""
 
 
 @dataclass(frozen=True)
-class SelectConfig:
-    """Thresholds of the paper and the size of the panel."""
+class HeldOut:
+    """How one detector ranks samples that it was not fitted on; the first axis is the sample."""
 
-    count: int = 5
-    """Voting heads."""
-    tau_f: float = 0.6
-    """Least share of samples on which a head is activated."""
-    tau_p: float = 0.9
-    """Quantile over heads that a head's strength must reach."""
-    folds: int = 5
-    k: int = 2
-    """Depth of P@k, NDCG@k and R@k."""
-    seed: int = 0
-    """Seeds the folds and the bootstrap."""
-
-
-@dataclass(frozen=True)
-class ViewStatistics:
-    """What every sample says about every head, for one view; the first axis is the sample."""
-
-    means: tuple[Tensor, ...]
-    """Mean attention per document, one [P, L, H, D] float64 a sample (D differs between samples)."""
-    gold: tuple[Tensor, ...]
-    """[D] bool a sample."""
-    active: Tensor
-    """[N, P, L, H] bool"""
-    gold_mean: Tensor
-    """Mean attention over the gold documents. [N, P, L, H] float64"""
-    precision: Tensor
-    """Average precision. [N, P, L, H] float64"""
+    values: dict[Aggregation, dict[str, list[float]]]
+    """Rule -> metric -> mean over placements, one a sample."""
+    z: list[Tensor]
+    """Combined log-odds, one [P, D] float64 a sample."""
 
 
 @dataclass(frozen=True)
@@ -56,148 +48,223 @@ class Selected:
     """A head set with the maps it was read from."""
 
     head_set: HeadSet
+    held_out: HeldOut
     maps: dict[str, Tensor]
     counts: dict[str, Any]
 
 
-def view_statistics(shards: Sequence[Shard], view: View) -> ViewStatistics:
-    """Per-sample statistics of one view. Raises ValueError without shards."""
-    if not shards:
-        raise ValueError("no usable calibration sample")
-    means = tuple(span_mean(shard.mass[view], shard.lengths) for shard in shards)
-    gold = tuple(shard.gold for shard in shards)
-    pairs = list(zip(means, gold, strict=True))
-    return ViewStatistics(
-        means,
-        gold,
-        torch.stack([activation.is_activated(m, g) for m, g in pairs]),
-        torch.stack([m[..., g].mean(-1) for m, g in pairs]),
-        torch.stack([activation.average_precision(m, g) for m, g in pairs]),
-    )
+def fold_of(n: int, config: SelectConfig) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The fold of each of n samples; a single sample has none to be held out from."""
+    folds = max(1, min(config.folds, n))
+    return np.asarray(np.random.default_rng(config.seed).permutation(n) % folds, dtype=np.int64)
 
 
-def choose(
-    statistics: ViewStatistics, index: Tensor, config: SelectConfig, eligible: Tensor | None
-) -> activation.Selection:
-    """Expert heads of the samples `index` [n] int64. Raises ValueError as `select_experts` does."""
-    active = statistics.active[index]
-    return activation.select_experts(
-        activation.frequency(active),
-        activation.strength(active, statistics.gold_mean[index]),
-        statistics.precision[index].mean(0),
-        config.count,
-        config.tau_f,
-        config.tau_p,
-        eligible,
-    )
+def held_out(problem: Problem, detector: str) -> HeldOut:
+    """Rank every sample by a head set fitted on the other folds. Raises ValueError for fewer than two samples."""
+    n = problem.statistics.count
+    if n < 2:
+        raise ValueError("cross-validation needs at least two samples")
+    folds = fold_of(n, problem.config)
+    values: dict[Aggregation, dict[str, list[float]]] = {}
+    z: list[Tensor] = [torch.empty(0)] * n
+    per_sample: list[dict[Aggregation, dict[str, float]]] = [{}] * n
+    for fold in range(int(folds.max()) + 1):
+        heads = DETECTORS[detector](problem, torch.from_numpy(np.flatnonzero(folds != fold)))
+        for sample in map(int, np.flatnonzero(folds == fold)):
+            per_sample[sample], z[sample] = _rank(problem, sample, heads)
+    for row in per_sample:
+        for rule, metrics in row.items():
+            for name, value in metrics.items():
+                values.setdefault(rule, {}).setdefault(name, []).append(value)
+    return HeldOut(values, z)
 
 
-def select(
-    statistics: ViewStatistics, view: View, config: SelectConfig, eligible: Tensor | None = None
-) -> Selected:
-    """The head set `expert.<view>`, chosen on all samples; its metrics come from cross-validation.
+def _rank(
+    problem: Problem, sample: int, heads: HeadSet
+) -> tuple[dict[Aggregation, dict[str, float]], Tensor]:
+    """Metrics per rule (mean over placements) and combined log-odds [P, D] of one sample."""
+    statistics = problem.statistics
+    rules = _rules(heads)
+    orders: dict[Aggregation, list[tuple[int, ...]]] = {rule: [] for rule in rules}
+    z = []
+    for placement in range(statistics.placements):
+        reading = statistics.reading(sample, placement, heads.heads, "calibrated" in rules)
+        z.append(evidence(heads, reading, heads.heads))
+        for rule in rules:
+            orders[rule].append(score(heads, reading, heads.heads, rule).order)
+    grades = [statistics.shards[sample].relevance.tolist()] * statistics.placements
+    rows = {rule: rank_metrics_many(found, grades, problem.config.k) for rule, found in orders.items()}
+    means = {
+        rule: {name: float(np.mean([row[name] for row in found])) for name in found[0]}
+        for rule, found in rows.items()
+    }
+    return means, torch.stack(z)
 
-    In each fold heads are chosen on the other folds and measured on this one, so no sample is ranked by heads that
-    were chosen on it. `eligible` [L] bool leaves out layers whose window hides documents. Raises ValueError for
-    thresholds outside [0, 1], or when no layer is eligible.
+
+def _rules(heads: HeadSet) -> tuple[Aggregation, ...]:
+    """What is measured of a head set: the papers' votes of a small panel, and the set's own rule."""
+    votes = VOTES if heads.detector == "expert" else ()
+    return tuple(dict.fromkeys((*votes, "evidence", heads.default_aggregation)))
+
+
+def select(problem: Problem, detector: str) -> Selected:
+    """The head set of a detector, fitted on all samples, with its probabilities fitted on held-out log-odds.
+
+    Raises ValueError for thresholds outside [0, 1], no eligible layer, or fewer than two samples.
     """
-    n = len(statistics.means)
-    everything = torch.arange(n)
-    chosen = choose(statistics, everything, config, eligible)
-    dev = cross_validate(statistics, config, eligible)
-    best = _best_aggregation(dev, config.k)
-    heads = HeadSet(
-        name=f"expert.{view}",
-        view=view,
-        heads=chosen.heads,
-        default_aggregation=best,
-        strict_experts=chosen.strict,
-        dev_metrics=dev,
+    heads = DETECTORS[detector](problem, torch.arange(problem.statistics.count))
+    found = held_out(problem, detector)
+    rule = _best_rule(heads, found, problem.config)
+    labels = [problem.statistics.gold[i].expand(len(z), -1) for i, z in enumerate(found.z)]
+    scale = fit_platt(torch.cat([z.flatten() for z in found.z]), torch.cat([g.flatten() for g in labels]))
+    heads = replace(
+        heads,
+        default_aggregation=rule,
+        platt=scale,
+        dev_metrics={
+            "protocol": f"{problem.config.folds}-fold cross-validation over samples, mean over placements",
+            "samples": problem.statistics.count,
+            "aggregations": {
+                name: intervals(values, problem.config) for name, values in found.values.items()
+            },
+            "calibration_error": calibration_error(problem, found.z),
+        },
     )
-    f = activation.frequency(statistics.active)
-    strength = activation.strength(statistics.active, statistics.gold_mean)
-    passed = activation.passes(f, strength, config.tau_f, config.tau_p, eligible)
-    experts, sensitive = activation.expert(passed), activation.sensitive(passed)
+    maps, counts = _expert_maps(problem) if detector == "expert" else ({}, {})
+    return Selected(heads, found, maps, counts)
+
+
+def intervals(values: Mapping[str, Sequence[float]], config: SelectConfig) -> dict[str, dict[str, float]]:
+    """Mean and 95 % interval of each metric."""
+    return {name: mean_with_interval(numbers, config.seed) for name, numbers in values.items()}
+
+
+def calibration_error(problem: Problem, z: Sequence[Tensor]) -> float:
+    """Expected calibration error of probabilities whose scale was fitted on the other folds."""
+    folds = fold_of(len(z), problem.config)
+    probabilities, labels = [], []
+    for fold in range(int(folds.max()) + 1):
+        train = [int(i) for i in np.flatnonzero(folds != fold)]
+        test = [int(i) for i in np.flatnonzero(folds == fold)]
+        a, b = fit_platt(*_pooled(problem, z, train))
+        scores, relevant = _pooled(problem, z, test)
+        probabilities.append(platt(scores, a, b))
+        labels.append(relevant)
+    return expected_calibration_error(torch.cat(probabilities), torch.cat(labels))
+
+
+def _pooled(problem: Problem, z: Sequence[Tensor], samples: Sequence[int]) -> tuple[Tensor, Tensor]:
+    scores = torch.cat([z[i].flatten() for i in samples])
+    labels = torch.cat([problem.statistics.gold[i].expand(len(z[i]), -1).flatten() for i in samples])
+    return scores, labels
+
+
+def _best_rule(heads: HeadSet, found: HeldOut, config: SelectConfig) -> Aggregation:
+    """The set's own rule, unless another has an NDCG@k on held-out samples above that rule's interval."""
+    scores = {r: mean_with_interval(v[f"NDCG@{config.k}"], config.seed) for r, v in found.values.items()}
+    own = heads.default_aggregation
+    best = max(scores, key=lambda rule: scores[rule]["mean"])
+    return best if scores[best]["mean"] > scores[own]["high"] else own
+
+
+def fuse(
+    problem: Problem,
+    heads: HeadSet,
+    z: Sequence[Tensor],
+    voters: Mapping[str, Sequence[Tensor]],
+    dense_model: str,
+) -> Fusion:
+    """Weights of a head set and other voters, fitted on held-out log-odds z, one [P, D] a sample.
+
+    `voters`: name -> one [D] a sample. The metrics come from a second cross-validation over the same samples.
+    """
+    features = [
+        [torch.stack([placement, *(found[i] for found in voters.values())]) for placement in rows]
+        for i, rows in enumerate(z)
+    ]
+    everything = list(range(len(z)))
+    mean, std, weights = _fit_fusion(problem, features, everything)
+    folds = fold_of(len(z), problem.config)
+    fused: list[Tensor] = [torch.empty(0)] * len(z)
+    for fold in range(int(folds.max()) + 1):
+        fitted = _fit_fusion(problem, features, [i for i in everything if folds[i] != fold])
+        for i in map(int, np.flatnonzero(folds == fold)):
+            fused[i] = torch.stack([_apply_fusion(x, *fitted) for x in features[i]])
+    return Fusion(
+        name=problem.name("fusion"),
+        head_set=heads.name,
+        voters=tuple(voters),
+        dense_model=dense_model,
+        mean=tuple(mean.tolist()),
+        std=tuple(std.tolist()),
+        weights=tuple(weights.tolist()),
+        platt=fit_platt(*_pooled(problem, fused, everything)),
+        dev_metrics={
+            **intervals(_metrics(problem, fused), problem.config),
+            "calibration_error": calibration_error(problem, fused),
+        },
+    )
+
+
+def _fit_fusion(
+    problem: Problem, features: Sequence[Sequence[Tensor]], samples: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    rows = [x for i in samples for x in features[i]]
+    gold = [problem.statistics.gold[i] for i in samples for _ in features[i]]
+    mean, std = moments(rows)
+    standard = [standardise(x, mean, std) for x in rows]
+    weights = fit_weights(standard, gold, strength=FUSION_STRENGTH, loss="listwise", nonnegative=True)
+    return mean, std, weights
+
+
+def _apply_fusion(features: Tensor, mean: Tensor, std: Tensor, weights: Tensor) -> Tensor:
+    return combine(standardise(features, mean, std), weights)
+
+
+def _metrics(problem: Problem, z: Sequence[Tensor]) -> dict[str, list[float]]:
+    """Metrics of the order of z, mean over placements, one a sample."""
+    found: dict[str, list[float]] = {}
+    for i, rows in enumerate(z):
+        grades = [problem.statistics.shards[i].relevance.tolist()] * len(rows)
+        metrics = rank_metrics_many([by_score(row.tolist()) for row in rows], grades, problem.config.k)
+        for name in metrics[0]:
+            found.setdefault(name, []).append(float(np.mean([m[name] for m in metrics])))
+    return found
+
+
+def _expert_maps(problem: Problem) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    found, config = problem.activation, problem.config
+    f = activation.frequency(found.active)
+    strength = activation.strength(found.active, found.gold_mean)
+
+    def passed(tau_f: float) -> tuple[Tensor, Tensor]:
+        passing = activation.passes(f, strength, tau_f, config.tau_p, problem.eligible)
+        return activation.expert(passing), activation.sensitive(passing)
+
+    experts, sensitive = passed(config.tau_f)
     maps = {
         "frequency": f,
         "strength": strength,
-        "soft": statistics.precision.mean(0),
+        "soft": found.precision.mean(0),
         "expert": experts.to(torch.uint8),
         "sensitive": sensitive.to(torch.uint8),
     }
-    counts = {
+    tried = []
+    for tau_f in THRESHOLDS_TRIED:
+        some, any_place = passed(tau_f)
+        counts = {"experts": int(some.sum()), "sensitive": int(any_place.sum())}
+        tried.append({"tau_f": tau_f, "tau_p": config.tau_p, **counts})
+    return {f"{problem.name('expert')}.{name}": value for name, value in maps.items()}, {
         "experts": int(experts.sum()),
         "sensitive": int(sensitive.sum()),
         "sensitive_per_layer": sensitive.sum(-1).tolist(),
-        "thresholds_tried": [_tried(f, strength, tau, config.tau_p, eligible) for tau in THRESHOLDS_TRIED],
+        "thresholds_tried": tried,
         "best_worst_placement_frequency": float(f.amin(0).max()),
     }
-    return Selected(heads, {f"expert.{view}.{name}": value for name, value in maps.items()}, counts)
-
-
-def _tried(
-    f: Tensor, strength: Tensor, tau_f: float, tau_p: float, eligible: Tensor | None
-) -> dict[str, Any]:
-    passed = activation.passes(f, strength, tau_f, tau_p, eligible)
-    return {
-        "tau_f": tau_f,
-        "tau_p": tau_p,
-        "experts": int(activation.expert(passed).sum()),
-        "sensitive": int(activation.sensitive(passed).sum()),
-    }
-
-
-def cross_validate(
-    statistics: ViewStatistics, config: SelectConfig, eligible: Tensor | None = None
-) -> dict[str, object]:
-    """Metrics per aggregation on samples that the voting heads were not chosen on.
-
-    A sample's value is the mean over its placements; intervals are 95 % bootstrap over samples. With fewer than two
-    samples there is nothing to hold out and the result says so.
-    """
-    n = len(statistics.means)
-    if n < 2:
-        return {"protocol": "none: fewer than two samples", "samples": n}
-    folds = min(config.folds, n)
-    fold_of = np.random.default_rng(config.seed).permutation(n) % folds
-    values: dict[str, dict[str, list[float]]] = {rule: {} for rule in AGGREGATIONS}
-    for fold in range(folds):
-        train = torch.from_numpy(np.flatnonzero(fold_of != fold))
-        heads = choose(statistics, train, config, eligible).heads
-        for sample in np.flatnonzero(fold_of == fold):
-            for rule in AGGREGATIONS:
-                for name, value in _sample_metrics(statistics, int(sample), heads, rule, config.k).items():
-                    values[rule].setdefault(name, []).append(value)
-    return {
-        "protocol": f"{folds}-fold cross-validation over samples, mean over placements",
-        "samples": n,
-        "aggregations": {
-            rule: {name: mean_with_interval(numbers, config.seed) for name, numbers in metrics.items()}
-            for rule, metrics in values.items()
-        },
-    }
-
-
-def _sample_metrics(
-    statistics: ViewStatistics, sample: int, heads: Sequence[HeadId], rule: Aggregation, k: int
-) -> dict[str, float]:
-    means, gold = statistics.means[sample], statistics.gold[sample]
-    layers, numbers = [h.layer for h in heads], [h.head for h in heads]
-    votes = means[:, layers, numbers]  # [P, n, D]
-    orders = [vote_order(placement, rule)[1] for placement in votes]
-    rows = rank_metrics_many(orders, [gold.int().tolist()] * len(orders), k)
-    return {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
-
-
-def _best_aggregation(dev: dict[str, Any], k: int) -> Aggregation:
-    """The paper's voting, unless another has an NDCG@k on held-out samples above the interval of the paper's."""
-    if "aggregations" not in dev:
-        return "borda"
-    scores = {rule: dev["aggregations"][rule][f"NDCG@{k}"] for rule in AGGREGATIONS}
-    best = max(AGGREGATIONS, key=lambda rule: scores[rule]["mean"])
-    return best if scores[best]["mean"] > scores["borda"]["high"] else "borda"
 
 
 def describe(config: SelectConfig) -> dict[str, Any]:
     """The configuration as JSON values, for the bank's training record."""
-    return asdict(config)
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in asdict(config).items()
+    }

@@ -128,8 +128,8 @@ def choose_strength(
     seed: int,
     loss: Loss,
     nonnegative: bool = False,
-) -> float:
-    """The strength of `fit_weights` with the best cross-validated mean average precision over samples.
+) -> tuple[float, float]:
+    """The strength of `fit_weights` with the best cross-validated mean average precision over samples, and that.
 
     Samples are dealt to `folds` folds at random, by `seed`; each is ranked by weights fitted on the other folds.
     Of equal strengths the smallest wins, the one that trusts the samples least. Prompts of one question belong
@@ -162,7 +162,7 @@ def choose_strength(
         mean = math.fsum(precisions) / len(precisions)
         if mean > best + PRECISION_TOLERANCE:
             best, chosen = mean, strength
-    return chosen
+    return chosen, best
 
 
 def _pointwise(gold: Sequence[Tensor]) -> Callable[[Tensor], Tensor]:

@@ -68,6 +68,7 @@ class BM25:
             scores=tuple(s / (s + HALF_SCORE) for s in raw),
             order=order,
             method=self.name,
+            raw_scores=tuple(raw),
             input_tokens=len(wanted) + sum(map(len, corpus)),
             cut=cut,
             seconds={

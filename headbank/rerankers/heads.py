@@ -78,6 +78,16 @@ class Prepared:
     parts: tuple[Part, ...]
     tokenise_s: float
 
+    @property
+    def input_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(part.layout.length for part in self.parts)
+
+    @property
+    def cut(self) -> tuple[int, ...]:
+        """Indices of the documents that were cut."""
+        return tuple(sorted({part.documents[i] for part in self.parts for i in part.layout.cut}))
+
 
 class HeadReranker:
     """Method `heads`: a head set of the bank votes."""
@@ -125,10 +135,11 @@ class HeadReranker:
         prepared: dict[int, Prepared] = {}
         for i, task in enumerate(tasks):
             try:
+                heads = self.head_set(task.options)
                 if task.documents:
-                    prepared[i] = self.prepare(task)
+                    prepared[i] = self.prepare(task, heads)
                 else:
-                    results[i] = self._empty(task)
+                    results[i] = self.empty(task, heads)
             except HeadRankError as error:
                 results[i] = error
         started = time.perf_counter()
@@ -141,13 +152,12 @@ class HeadReranker:
                 results[i] = error
         return [result for result in results if result is not None]
 
-    def prepare(self, task: Task) -> Prepared:
-        """Choose heads and lay out the prompts of a task with documents.
+    def prepare(self, task: Task, heads: HeadSet) -> Prepared:
+        """Lay out the prompts of a task with documents for a head set.
 
-        Raises InputTooLong for what cannot fit and when no voting head sees all of it, BankError without heads.
+        Raises InputTooLong for what cannot fit and when no voting head sees all of it.
         """
         started = time.perf_counter()
-        heads = self.head_set(task.options)
         rule = task.options.aggregation or heads.default_aggregation
         layouts = self._layouts(task, heads)
         voters = self._voters(heads, [layout for _, layout in layouts])
@@ -192,16 +202,15 @@ class HeadReranker:
         started = time.perf_counter()
         scores: Scores = score(task.heads, reading, task.voters, task.task.options.aggregation)
         explain = task.task.options.explain
-        cut = sorted({part.documents[i] for part in task.parts for i in part.layout.cut})
         return Ranking(
             scores=scores.scores,
             order=scores.order,
             method=self.name,
             raw_scores=None if scores.raw is None else tuple(scores.raw.tolist()),
-            input_tokens=sum(part.layout.length for part in task.parts),
-            cut=tuple(cut),
-            votes=_votes(task.voters, reading) if explain else (),
-            snippets=self._snippets(reading, task.task.documents) if explain else (),
+            input_tokens=task.input_tokens,
+            cut=task.cut,
+            votes=votes_of(task.voters, reading) if explain else (),
+            snippets=self.snippets(reading, task.task.documents) if explain else (),
             seconds={
                 "tokenise": task.tokenise_s,
                 "forward": forward_s,
@@ -209,12 +218,12 @@ class HeadReranker:
             },
         )
 
-    def _empty(self, task: Task) -> Ranking:
+    def empty(self, task: Task, heads: HeadSet) -> Ranking:
+        """The answer to a task without documents; its query is checked all the same."""
         started = time.perf_counter()
-        layout = self._build(task, self.head_set(task.options), range(0))
-        return Ranking(
-            (), (), self.name, None, layout.length, seconds={"tokenise": time.perf_counter() - started}
-        )
+        layout = self._build(task, heads, range(0))
+        seconds = {"tokenise": time.perf_counter() - started}
+        return Ranking((), (), self.name, input_tokens=layout.length, seconds=seconds)
 
     def _answer_tokens(self, heads: HeadSet) -> int:
         if heads.view == "query":
@@ -264,7 +273,7 @@ class HeadReranker:
             )
         return seeing
 
-    def _snippets(self, reading: Reading, documents: Sequence[str]) -> tuple[Snippet, ...]:
+    def snippets(self, reading: Reading, documents: Sequence[str]) -> tuple[Snippet, ...]:
         """The stretches of every document that all voting heads together look at most."""
         assert reading.token_mass is not None
         token_mass = reading.token_mass.sum(dim=0)
@@ -285,7 +294,7 @@ class HeadReranker:
 def reading_of(
     layout: PromptLayout, mass: Tensor, null_layout: PromptLayout | None = None, null: Tensor | None = None
 ) -> Reading:
-    """What rows of attention [n, T] over a prompt give to its documents; `null` [n, T'] under the content-free query."""
+    """What rows of attention [n, T] give to the documents of a prompt; `null` those under the content-free query."""
     outside = [Span(0, layout.prefix_end), Span(layout.tail_start, layout.length)]
     null_mass = None
     if null_layout is not None and null is not None:
@@ -303,7 +312,8 @@ def _document_tokens(rows: Tensor, layout: PromptLayout) -> Tensor:
     return torch.cat([rows[:, span.start : span.end] for span in layout.documents], dim=1)
 
 
-def _votes(voters: Sequence[HeadId], reading: Reading) -> tuple[HeadVote, ...]:
+def votes_of(voters: Sequence[HeadId], reading: Reading) -> tuple[HeadVote, ...]:
+    """How every voter ranks the documents."""
     means = span_mean(reading.mass, reading.lengths)
     places = ranks(means)
     return tuple(

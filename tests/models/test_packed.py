@@ -116,6 +116,13 @@ def test_a_stretch_is_not_joined_to_another_one_s_end(between: int) -> None:
     assert last.positions.tolist() == [0, 1, 2]
 
 
+def test_a_stretch_that_sees_less_is_not_joined() -> None:
+    a = node(3)
+    b = node(2, 3, a, continues=True)
+    c = node(4, 5, b, continues=True)
+    assert shape_of(Pass([a, b, c], [], None, CPU)) == [[5], [4]]
+
+
 def test_documents_of_like_length_form_padded_batches() -> None:
     prefix = node(2)
     documents = [node(n, 2, prefix) for n in (3, 10, 9, 1, 10)]

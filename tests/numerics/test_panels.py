@@ -283,12 +283,12 @@ def test_noise_asks_for_a_small_strength_and_signal_does_not_mind(loss):
     features, golds = noisy_samples(24, [0.7] * 4 + [0.0] * 60, seed=5)
     choose = {"folds": 4, "seed": 0, "loss": loss}
     strengths = [100.0, 1e-3]
-    assert choose_strength(features, golds, strengths, **choose) == 1e-3
-    assert choose_strength(features, golds, [100.0], **choose) == 100.0
+    assert choose_strength(features, golds, strengths, **choose)[0] == 1e-3
+    assert choose_strength(features, golds, [100.0], **choose)[0] == 100.0
     # One perfect row: all strengths rank perfectly and the smallest wins, in any order given.
     perfect = [g[None].to(torch.float64) for g in golds]
     for order in itertools.permutations([0.1, 1.0, 10.0]):
-        assert choose_strength(perfect, golds, order, **choose) == 0.1
+        assert choose_strength(perfect, golds, order, **choose)[0] == 0.1
 
 
 def test_choose_strength_is_the_best_of_cross_validation():
@@ -309,7 +309,7 @@ def test_choose_strength_is_the_best_of_cross_validation():
             ]
         means.append(sum(values) / len(values))
     assert len({round(m, 9) for m in means}) > 1
-    chosen = choose_strength(features, golds, strengths, folds=folds, seed=seed, loss="listwise")
+    chosen, _ = choose_strength(features, golds, strengths, folds=folds, seed=seed, loss="listwise")
     assert chosen == strengths[means.index(max(means))]
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from headbank.errors import NonFiniteScore
 from headbank.numerics.voting import borda, ranks, rrf, share, vote, vote_order
-from headbank.types import AGGREGATIONS
+from headbank.types import VOTES
 from tests.support import oracles
 
 RULES = [borda, rrf, share]
@@ -84,7 +84,7 @@ def test_ranks_of_zero_one_and_two_documents():
 
 
 def test_orders_of_zero_and_one_document():
-    for name in AGGREGATIONS:
+    for name in VOTES:
         assert vote_order(torch.zeros(3, 0), name)[1] == ()
         assert vote_order(torch.zeros(3, 1), name)[1] == (0,)
 
@@ -130,14 +130,14 @@ def test_same_votes_from_different_heads_are_an_exact_tie():
     assert len({sum(1 / (60 + 1 + (d - h) % 7) for h in range(7)) for d in range(7)}) > 1
     for rule in RULES:
         assert len(set(rule(means).tolist())) == 1
-    for name in AGGREGATIONS:
+    for name in VOTES:
         assert vote_order(means, name)[1] == tuple(range(7))
 
 
 def test_duplicated_documents_keep_their_input_order():
     rng = np.random.default_rng(3)
     means = torch.from_numpy(np.repeat(rng.random((37, 1)), 53, axis=1))
-    for name in AGGREGATIONS:
+    for name in VOTES:
         scores, order = vote_order(means, name)
         assert len(set(scores.tolist())) == 1
         assert order == tuple(range(53))
@@ -156,7 +156,7 @@ def test_order_breaks_ties_by_share_before_index():
 @given(votes())
 def test_order_is_by_score_then_share_then_index(means):
     tensor = torch.tensor(means)
-    for name in AGGREGATIONS:
+    for name in VOTES:
         scores, order = vote_order(tensor, name)
         assert sorted(order) == list(range(tensor.shape[1]))
         shares = share(tensor)
@@ -165,8 +165,8 @@ def test_order_is_by_score_then_share_then_index(means):
 
 
 def test_vote_knows_every_aggregation_by_name():
-    assert [vote(MEANS, name).tolist() for name in AGGREGATIONS] == [rule(MEANS).tolist() for rule in RULES]
-    assert [rule.__name__ for rule in RULES] == list(AGGREGATIONS)
+    assert [vote(MEANS, name).tolist() for name in VOTES] == [rule(MEANS).tolist() for rule in RULES]
+    assert [rule.__name__ for rule in RULES] == list(VOTES)
 
 
 def test_an_unknown_aggregation_is_answered_with_the_choices():
@@ -208,6 +208,6 @@ def test_inputs_are_never_written():
     before = means.clone()
     for function in (*RULES, ranks):
         function(means)
-    for name in AGGREGATIONS:
+    for name in VOTES:
         vote_order(means, name)
     assert torch.equal(means, before)

@@ -1,0 +1,120 @@
+"""What every captured sample says about every head, for one view and one prompt style."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from headbank.jobs.capture import Shard
+from headbank.numerics import activation
+from headbank.numerics.evidence import log_odds
+from headbank.numerics.spans import span_mean
+from headbank.rerankers.scoring import Reading
+from headbank.types import HeadId, PromptStyle, View
+
+
+@dataclass(frozen=True, eq=False)
+class ViewStatistics:
+    """Per-sample statistics of all heads; the first axis is the sample."""
+
+    view: View
+    style: PromptStyle
+    shards: tuple[Shard, ...]
+    response_tokens: int | None
+    """How many written tokens count as source rows; None: all, and for the query view."""
+    mass: tuple[Tensor, ...]
+    """One [P, L, H, D] float32 a sample (D differs between samples)."""
+    reference: tuple[Tensor, ...]
+    """One [P, L, H] float32 a sample."""
+    gold: tuple[Tensor, ...]
+    """[D] bool a sample."""
+    _log_odds: dict[float, list[Tensor]] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Number of samples N."""
+        return len(self.shards)
+
+    @property
+    def placements(self) -> int:
+        """P, the same for all samples."""
+        return int(self.mass[0].shape[0])
+
+    @property
+    def heads(self) -> tuple[HeadId, ...]:
+        """All heads in the order of the rows of `log_odds`. [L * H]"""
+        layers, heads = self.mass[0].shape[1:3]
+        return tuple(HeadId(layer, head) for layer in range(layers) for head in range(heads))
+
+    def means(self, sample: int) -> Tensor:
+        """Mean attention per document of a sample. [P, L, H, D] float64"""
+        return span_mean(self.mass[sample], self.shards[sample].lengths)
+
+    def log_odds(self, exponent: float) -> list[Tensor]:
+        """Log-odds of every document under every head, one [P, L * H, D] float64 a sample."""
+        if exponent not in self._log_odds:
+            self._log_odds[exponent] = [
+                log_odds(mass.flatten(1, 2), reference.flatten(1), shard.lengths, exponent)
+                for mass, reference, shard in zip(self.mass, self.reference, self.shards, strict=True)
+            ]
+        return self._log_odds[exponent]
+
+    def reading(self, sample: int, placement: int, heads: Sequence[HeadId], tokens: bool) -> Reading:
+        """What the heads gave to the documents of a sample, as a reranker would read it.
+
+        `tokens`: with the attention on every token, which only the query view has.
+        """
+        shard = self.shards[sample]
+        layers, numbers = [h.layer for h in heads], [h.head for h in heads]
+        return Reading(
+            mass=self.mass[sample][placement, layers, numbers].to(torch.float64),
+            reference=self.reference[sample][placement, layers, numbers].to(torch.float64),
+            lengths=shard.lengths,
+            token_mass=shard.token_mass("query")[placement, layers, numbers] if tokens else None,
+            null_mass=shard.token_mass("null")[placement, layers, numbers] if tokens else None,
+        )
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Activation of every head on every sample (Expert Heads, ICLR 2026)."""
+
+    active: Tensor
+    """[N, P, L, H] bool"""
+    gold_mean: Tensor
+    """Mean attention over the gold documents. [N, P, L, H] float64"""
+    precision: Tensor
+    """Average precision. [N, P, L, H] float64"""
+
+    def of(self, index: Tensor) -> "Activation":
+        """The part of some samples, `index` [n] int64."""
+        return Activation(self.active[index], self.gold_mean[index], self.precision[index])
+
+
+def view_statistics(
+    shards: Sequence[Shard], view: View, style: PromptStyle, response_tokens: int | None = None
+) -> ViewStatistics:
+    """Statistics of one view. Raises ValueError without shards."""
+    if not shards:
+        raise ValueError("no usable calibration sample")
+    found = [shard.attention(view, response_tokens) for shard in shards]
+    return ViewStatistics(
+        view,
+        style,
+        tuple(shards),
+        response_tokens,
+        tuple(attention.mass for attention in found),
+        tuple(attention.reference for attention in found),
+        tuple(shard.gold for shard in shards),
+    )
+
+
+def activation_of(statistics: ViewStatistics) -> Activation:
+    """Which heads are activated, sample by sample."""
+    pairs = [(statistics.means(i), statistics.gold[i]) for i in range(statistics.count)]
+    return Activation(
+        torch.stack([activation.is_activated(m, g) for m, g in pairs]),
+        torch.stack([m[..., g].mean(-1) for m, g in pairs]),
+        torch.stack([activation.average_precision(m, g) for m, g in pairs]),
+    )
