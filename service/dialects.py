@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from headbank.errors import InputError, InputTooLong
-from headbank.types import Ranking, RankOptions
+from headbank.types import Ranking, RankOptions, View
 from service.body import MAX_DEPTH, depth_within
 from service.errors import EmptyInput, Failure, UnknownModel, cohere_body, tei_body
 from service.schemas import RerankRequest, TeiRequest
@@ -37,6 +37,12 @@ class RerankCall:
     return_documents: bool = False
     may_cut: bool = True
     """Whether a document over the token limit is cut or refused."""
+    raw_scores: bool = False
+    """Whether the scores on an open scale are wanted, where the method has some."""
+
+    def scores(self, ranking: Ranking) -> tuple[float, ...]:
+        """The scores that go into the answer. [D]"""
+        return (ranking.raw_scores if self.raw_scores else None) or ranking.scores
 
 
 @dataclass(frozen=True)
@@ -103,14 +109,16 @@ class Cohere:
             raise UnknownModel("model", "is not served here; GET /v1/models lists what is")
         _check_sizes(settings, request.query, "documents", request.documents)
         documents, echo = _texts(request.documents, request.rank_fields)
+        method = request.method or settings.default_method
         return RerankCall(
             query=request.query,
             documents=documents,
             echo=echo,
-            method=request.method or settings.default_method,
+            method=method,
             options=RankOptions(
-                view=request.view or settings.default_view,
+                view=request.view or _default_view(settings, method),
                 aggregation=request.aggregation,
+                layout=request.layout,
                 max_tokens_per_doc=min(
                     request.max_tokens_per_doc or settings.max_tokens_per_doc, settings.max_tokens_per_doc
                 ),
@@ -118,6 +126,7 @@ class Cohere:
             ),
             top_n=request.top_n,
             return_documents=request.return_documents,
+            raw_scores=request.raw_scores,
         )
 
     def render(self, call: RerankCall, outcome: Outcome) -> Reply:
@@ -179,9 +188,13 @@ class Tei:
             documents=tuple(request.texts),
             echo=tuple({"text": text} for text in request.texts),
             method=settings.default_method,
-            options=RankOptions(view=settings.default_view, max_tokens_per_doc=settings.max_tokens_per_doc),
+            options=RankOptions(
+                view=_default_view(settings, settings.default_method),
+                max_tokens_per_doc=settings.max_tokens_per_doc,
+            ),
             return_documents=request.return_text,
             may_cut=request.truncate and request.truncation_direction.lower() == "right",
+            raw_scores=request.raw_scores,
         )
 
     def render(self, call: RerankCall, outcome: Outcome) -> Reply:
@@ -193,8 +206,9 @@ class Tei:
                 "is over the token limit; only truncate=true with truncation_direction=Right cuts it",
                 call.options.max_tokens_per_doc,
             )
+        scores = call.scores(ranking)
         body = [
-            {"index": i, "score": ranking.scores[i]} | (dict(call.echo[i]) if call.return_documents else {})
+            {"index": i, "score": scores[i]} | (dict(call.echo[i]) if call.return_documents else {})
             for i in ranking.order
         ]
         seconds = ranking.seconds
@@ -224,6 +238,11 @@ def _validated(schema: type[Request], body: Mapping[str, Any]) -> Request:
         first = error.errors(include_url=False, include_input=False)[0]
         place = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
         raise InputError(place.removeprefix("."), first["msg"], first.get("ctx", {}).get("ge")) from None
+
+
+def _default_view(settings: Settings, method: Method) -> View:
+    """The view of requests that name none; icr has the query's only."""
+    return "query" if method == "icr" else settings.default_view
 
 
 def _check_sizes(settings: Settings, query: str, field_name: str, documents: list[Any]) -> None:
@@ -283,9 +302,10 @@ def _cohere_results(call: RerankCall, ranking: Ranking) -> list[dict[str, Any]]:
     for s in ranking.snippets:
         passage = {"start": s.start, "end": s.end, "text": s.text, "weight": s.weight}
         snippets.setdefault(s.document, []).append(passage)
+    scores = call.scores(ranking)
     results = []
     for index in ranking.order[: call.top_n]:
-        result: dict[str, Any] = {"index": index, "relevance_score": ranking.scores[index]}
+        result: dict[str, Any] = {"index": index, "relevance_score": scores[index]}
         if call.return_documents:
             result["document"] = dict(call.echo[index])
         if call.options.explain:

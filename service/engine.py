@@ -1,47 +1,25 @@
-"""What lives in the child process: model, bank and rerankers. Importing this loads no model library."""
+"""The engine that answers batches of jobs, and what travels between it and the parent process.
 
-import contextlib
+Importing this loads no model library: the parent process does without.
+"""
+
 import logging
 import math
-import signal
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Protocol
+from functools import partial
+from typing import Protocol, runtime_checkable
 
-from headbank.errors import (
-    BankError,
-    EngineError,
-    EngineUnavailable,
-    HeadRankError,
-    InputError,
-    ModelError,
-    NonFiniteScore,
-)
-from headbank.rerankers.base import Reranker
-from headbank.types import VIEWS, HeadSet, ModelInfo, Ranking, RankOptions
+from headbank.errors import EngineUnavailable, HeadRankError, NonFiniteScore
+from headbank.rerankers.base import Reranker, Task
+from headbank.types import HeadSet, ModelInfo, Ranking, RankOptions, View
 from service.errors import InternalError
 from service.settings import Method, Settings
 
-if TYPE_CHECKING:
-    from headbank.rerankers.heads import HeadReranker
-
 _log = logging.getLogger("headrank.engine")
 
-DENSE_RETRY_S = 60.0
-"""After a failed load of the dense model, requests for it fail at once for so long: loading blocks others."""
-
-_EXAMPLE_QUERY = "What is the capital of France?"
-_EXAMPLE_DOCUMENTS = (
-    "Berlin is a large city in Germany.",
-    "The capital of France is Paris.",
-    "Bananas grow in warm countries.",
-)
-_EXAMPLE_ANSWER = 1
-
-LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+Result = Ranking | HeadRankError
 
 
 @dataclass(frozen=True)
@@ -56,196 +34,171 @@ class Job:
 
 
 @dataclass(frozen=True)
+class CacheCounts:
+    """What the cache of documents did and holds."""
+
+    hits: int = 0
+    misses: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    documents: int = 0
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The engine's answer to a batch."""
+
+    results: tuple[Result, ...]
+    """One per job, in their order."""
+    cache: CacheCounts
+    """Since the engine was loaded."""
+
+
+@dataclass(frozen=True)
 class EngineInfo:
     """What the engine has loaded."""
 
     model: ModelInfo
-    layout: str
     device: str
     """`cpu` or `gpu`."""
     head_sets: tuple[HeadSet, ...]
-    """The sets that vote, at most one per view."""
+    """The sets that requests can choose: of every view in every layout there is, a view's default first."""
+    defaults: dict[View, str]
+    """Name of the set that votes where a request names no layout."""
+    methods: tuple[Method, ...]
+    """What requests can choose; `dense` may still lack its model, which is loaded at its first use."""
 
 
 class DeviceLost(EngineUnavailable):
-    """The accelerator failed under a request; the engine process ends after saying so."""
+    """The accelerator failed under a batch; the engine process ends after saying so."""
 
 
 class Engine(Protocol):
-    """Answers jobs, one at a time."""
+    """Answers jobs, one batch at a time."""
 
     @property
     def info(self) -> EngineInfo:
         """What is loaded."""
         ...
 
-    def rank(self, job: Job) -> Ranking:
-        """Rank. Raises HeadRankError for what the caller should know; any other exception stays here."""
+    @property
+    def cache(self) -> CacheCounts:
+        """What the cache of documents did so far."""
+        ...
+
+    def rank_many(self, jobs: Sequence[Job]) -> list[Result]:
+        """One result per job, in their order; what a caller should know is returned, anything else may be raised."""
         ...
 
 
 LoadEngine = Callable[[Settings], Engine]
 
 
+@runtime_checkable
+class SharingReranker(Reranker, Protocol):
+    """A reranker whose tasks share passes."""
+
+    def rank_many(self, tasks: Sequence[Task]) -> list[Result]:
+        """One result per task, in their order."""
+        ...
+
+
 class RerankEngine:
-    """The engine of the service: heads, and the baselines next to them."""
+    """Groups the jobs of a batch that can share passes, and keeps what fails from the others."""
 
     def __init__(
-        self, info: EngineInfo, rerankers: dict[Method, Reranker], load_dense: Callable[[], Reranker]
+        self,
+        info: EngineInfo,
+        choose: Callable[[Job], Reranker],
+        cache: Callable[[], CacheCounts] = CacheCounts,
     ) -> None:
+        """`choose` gives the reranker of a job, or raises the HeadRankError that says why there is none."""
         self.info = info
-        self._rerankers = rerankers
-        self._load_dense = load_dense
-        self._dense_failure: tuple[float, ModelError] | None = None
+        self._choose = choose
+        self._cache = cache
 
-    def rank(self, job: Job) -> Ranking:
-        """Rank by the job's method."""
-        if job.method == "heads" and all(s.view != job.options.view for s in self.info.head_sets):
-            raise InputError("view", "the head bank has no heads for this view")
-        ranking = self._reranker(job.method).rank(job.query, job.documents, job.options)
-        if not all(map(math.isfinite, ranking.scores)):
-            raise NonFiniteScore("a document's score is not a finite number")
-        return ranking
+    @property
+    def cache(self) -> CacheCounts:
+        """What the cache of documents did so far."""
+        return self._cache()
 
-    def _reranker(self, method: Method) -> Reranker:
-        if method == "dense" and method not in self._rerankers:
-            self._rerankers[method] = self._dense()
-        return self._rerankers[method]
+    def rank_many(self, jobs: Sequence[Job]) -> list[Result]:
+        """Rank by every job's method (see `Engine.rank_many`).
 
-    def _dense(self) -> Reranker:
-        if self._dense_failure is not None:
-            failed_at, error = self._dense_failure
-            if time.monotonic() - failed_at < DENSE_RETRY_S:
-                raise error
-        try:
-            return self._load_dense()
-        except ModelError as error:
-            self._dense_failure = (time.monotonic(), error)
-            raise
-
-
-def load_engine(settings: Settings) -> Engine:
-    """Load the model and its bank. Raises ModelError, BankError, and InputError for a setting."""
-    from headbank.models.base import HeadRunner
-    from headbank.models.fake import FAKE_MODEL, FakeRunner
-    from headbank.rerankers.bm25 import BM25
-    from headbank.rerankers.heads import HeadReranker, open_bank
-
-    runner: HeadRunner
-    if settings.model == FAKE_MODEL:
-        # Not by way of `headbank.models.loading`, which spends seconds on importing the library of real
-        # models.
-        runner, device = FakeRunner(), "cpu"
-    else:
-        from headbank.models.loading import default_device, load_runner
-
-        runner = load_runner(
-            settings.model, dtype=settings.dtype, device=settings.device, threads=settings.threads
-        )
-        device = default_device() if settings.device == "auto" else settings.device
-    bank = open_bank(settings.bank, runner.info)
-    heads = HeadReranker(runner, bank, response_tokens=settings.response_tokens)
-    info = EngineInfo(
-        model=runner.info,
-        layout=bank.layout,
-        device="cpu" if device == "cpu" else "gpu",
-        head_sets=_voting_sets(heads, settings),
-    )
-    engine = RerankEngine(info, {"heads": heads, "bm25": BM25()}, lambda: _load_dense(settings))
-    if settings.warm_up:
-        _warm_up(engine)
-    return engine
+        A group that fails as a whole is tried again job by job. When the device fails, all that is not yet ranked
+        gets DeviceLost.
+        """
+        results: list[Result | None] = [None] * len(jobs)
+        groups: dict[object, tuple[Reranker, list[int]]] = {}
+        for i, job in enumerate(jobs):
+            try:
+                reranker = self._choose(job)
+            except HeadRankError as error:
+                results[i] = error
+                continue
+            # Views apart: a response needs every layer, and the query view would have to pass them as well.
+            key = (id(reranker), job.options.view) if isinstance(reranker, SharingReranker) else i
+            groups.setdefault(key, (reranker, []))[1].append(i)
+        lost: DeviceLost | None = None
+        for reranker, members in groups.values():
+            if lost is None:
+                found = isolated(partial(_rank, reranker), [jobs[i] for i in members])
+            else:
+                found = [lost] * len(members)
+            for i, result in zip(members, found, strict=True):
+                results[i] = result
+                lost = result if isinstance(result, DeviceLost) else lost
+        return [result for result in results if result is not None]
 
 
-def _voting_sets(heads: "HeadReranker", settings: Settings) -> tuple[HeadSet, ...]:
-    """One set per view that the bank has heads for. Raises BankError when the default view has none."""
-    sets = {settings.default_view: heads.head_set(settings.default_view)}
-    for view in VIEWS:
-        with contextlib.suppress(BankError):
-            sets[view] = heads.head_set(view)
-    return tuple(sets[view] for view in VIEWS if view in sets)
+def _rank(reranker: Reranker, jobs: Sequence[Job]) -> list[Result]:
+    """Rank jobs by one reranker; only one that shares passes gets several."""
+    tasks = [Task(job.query, job.documents, job.options) for job in jobs]
+    if isinstance(reranker, SharingReranker):
+        return [_checked(result) for result in reranker.rank_many(tasks)]
+    return [_checked(reranker.rank(task.query, task.documents, task.options)) for task in tasks]
 
 
-def _load_dense(settings: Settings) -> Reranker:
-    from headbank.rerankers.dense import Dense
-
-    # A download would keep every other request waiting.
-    return Dense(
-        settings.dense_model,
-        device=None if settings.device == "auto" else settings.device,
-        local_files_only=True,
-    )
+def _checked(result: Result) -> Result:
+    if isinstance(result, Ranking) and not all(map(math.isfinite, result.scores + (result.raw_scores or ()))):
+        return NonFiniteScore("a document's score is not a finite number")
+    return result
 
 
-def _warm_up(engine: RerankEngine) -> None:
-    """Rank an example with a known answer: what loads late is loaded, and a broken setup shows."""
-    for heads in engine.info.head_sets:
-        options = RankOptions(view=heads.view)
-        ranking = engine.rank(Job("warm-up", "heads", _EXAMPLE_QUERY, _EXAMPLE_DOCUMENTS, options))
-        if ranking.order[0] != _EXAMPLE_ANSWER:
-            _log.warning(
-                "view %s ranks document %d of the warm-up example first, not %d: do model and bank fit?",
-                heads.view,
-                ranking.order[0],
-                _EXAMPLE_ANSWER,
-            )
+def isolated(rank: Callable[[Sequence[Job]], list[Result]], jobs: Sequence[Job]) -> list[Result]:
+    """Rank jobs together; if that raises, each alone, so that only those that fail alone get an error.
 
-
-def run(connection: Connection, load: LoadEngine, settings: Settings) -> None:
-    """The child process: load, tell the parent, answer jobs one by one until the parent closes the pipe.
-
-    Sends an EngineInfo or a HeadRankError first, then a Ranking or a HeadRankError for every job.
+    An unforeseen error becomes an InternalError that carries only the id, one of the device DeviceLost for all that
+    is not yet ranked.
     """
-    # Ctrl-C reaches the whole group of processes; the parent lets requests finish and then closes the pipe.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.basicConfig(level=settings.log_level.upper(), format=LOG_FORMAT)
+    failed = _attempt(rank, jobs)
+    if isinstance(failed, list):
+        return failed
+    if len(jobs) == 1 or isinstance(failed, DeviceLost):
+        return [failed] * len(jobs)
+    # Not inside a handler of the error, whose traceback would hold the memory of the pass that failed.
+    results: list[Result] = []
+    for job in jobs:
+        lost = results[-1] if results and isinstance(results[-1], DeviceLost) else None
+        results += [lost] if lost else isolated(rank, [job])
+    return results
+
+
+def _attempt(
+    rank: Callable[[Sequence[Job]], list[Result]], jobs: Sequence[Job]
+) -> list[Result] | HeadRankError:
+    """The results, or the error for them all."""
     try:
-        engine = load(settings)
+        return rank(jobs)
     except HeadRankError as error:
-        connection.send(error)
-        return
+        return error.with_traceback(None)
     except Exception as error:
-        # No request is in sight, so the text of the error cannot be a caller's.
-        _log.exception("the engine failed to start")
-        connection.send(EngineError(f"the engine failed to start: {type(error).__name__}: {error}"))
-        return
-    busy = False
-    ending = False
-
-    def on_sigterm(_signal: int, _frame: object) -> None:
-        # A supervisor may signal every process of the service; the request in work is still answered.
-        nonlocal ending
-        ending = True
-        if not busy:
-            raise SystemExit
-
-    signal.signal(signal.SIGTERM, on_sigterm)
-    try:
-        connection.send(engine.info)
-        while not ending:
-            job = connection.recv()
-            busy = True
-            reply = answer(engine, job)
-            connection.send(reply)
-            busy = False
-            if isinstance(reply, DeviceLost):
-                return
-    except (EOFError, BrokenPipeError):
-        return
-
-
-def answer(engine: Engine, job: Job) -> Ranking | HeadRankError:
-    """Rank, errors as values; an unforeseen one becomes an InternalError that carries only the id."""
-    try:
-        return engine.rank(job)
-    except HeadRankError as error:
-        return error
-    except Exception as error:
-        log_failure(_log, job.request_id, error)
+        ids = ", ".join(job.request_id for job in jobs)
+        log_failure(_log, ids, error)
         if type(error).__name__ == "AcceleratorError":
             # After such an error a GPU process can compute nothing more; the parent starts another.
-            return DeviceLost(f"the device failed, request {job.request_id}")
-        return InternalError(f"internal error, request {job.request_id}")
+            return DeviceLost(f"the device failed, request {ids}")
+        return InternalError(f"internal error, request {ids}")
 
 
 def log_failure(log: logging.Logger, request_id: str, error: Exception) -> None:

@@ -1,12 +1,36 @@
 """Prometheus metrics of one app. Labels come from the code, never from requests."""
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from headbank.types import Ranking
 from service.dialects import RerankCall
 from service.worker import Worker
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_REQUESTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+
+
+class DocumentCacheCollector(Collector):
+    """The engine's cache of documents, as its last answer told."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    def collect(self) -> Iterator[Metric]:
+        """What Prometheus reads."""
+        counts, name = self._worker.cache, "headrank_document_cache"
+        yield CounterMetricFamily(f"{name}_hits", "Documents found in the cache", counts.hits)
+        yield CounterMetricFamily(f"{name}_misses", "Documents not found in the cache", counts.misses)
+        size = GaugeMetricFamily(f"{name}_bytes", "Size of what the cache holds", labels=["tier"])
+        size.add_metric(["device"], counts.device_bytes)
+        size.add_metric(["host"], counts.host_bytes)
+        yield size
+        yield GaugeMetricFamily(f"{name}_documents", "Documents in the cache", counts.documents)
 
 
 class Metrics:
@@ -42,6 +66,20 @@ class Metrics:
             "headrank_documents_cut", "Documents cut to the token limit", ["method"], registry=self.registry
         )
         self._tokens = Counter("headrank_input_tokens", "Tokens read", ["method"], registry=self.registry)
+        self._batch_requests = Histogram(
+            "headrank_batch_requests",
+            "Requests answered together",
+            buckets=_REQUESTS,
+            registry=self.registry,
+        )
+        self._batch_tokens = Histogram(
+            "headrank_batch_tokens",
+            "Estimated tokens of requests answered together",
+            buckets=_TOKENS,
+            registry=self.registry,
+        )
+        self.registry.register(DocumentCacheCollector(worker))
+        worker.on_batch = self.batched
         for name, text, read in (
             ("headrank_queue_waiting", "Requests in the queue", lambda: worker.waiting),
             ("headrank_ready", "1 while requests are answered", lambda: worker.state == "ready"),
@@ -61,6 +99,11 @@ class Metrics:
         self._tokens.labels(call.method).inc(ranking.input_tokens)
         for stage, seconds in ranking.seconds.items():
             self._stages.labels(call.method, stage).observe(seconds)
+
+    def batched(self, requests: int, tokens: int) -> None:
+        """Count a batch on its way to the engine."""
+        self._batch_requests.observe(requests)
+        self._batch_tokens.observe(tokens)
 
     def failed(self, error: Exception) -> None:
         """Count an error."""

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
-from headbank.types import Aggregation, View
+from headbank.types import Aggregation, Layout, View
 from service.settings import Method
 
 
@@ -71,17 +71,34 @@ class RerankRequest(BaseModel):
     )
     priority: Any = Field(None, description="Accepted and without effect.")
     max_chunks_per_doc: Any = Field(None, description="Accepted and without effect.")
-    method: Method | None = Field(None, description="How to rank; the service's default when absent.")
+    method: Method | None = Field(
+        None,
+        description="How to rank; the service's default when absent. `heads`: the head bank's heads vote; `icr`: all "
+        "heads of the model, nothing selected; `fusion`: heads and other voters with the bank's weights; `llm`: the "
+        "model writes the order; `bm25`: words in common; `dense`: an embedding model. `/info` lists those available.",
+    )
     view: View | None = Field(
         None,
-        description="Whose attention votes (method heads): the query's, or that of the answer which the "
+        description="Whose attention votes (methods heads and fusion): the query's, or that of the answer which the "
         "model writes.",
+    )
+    layout: Layout | None = Field(
+        None,
+        description="How the model reads the documents (methods heads, icr and fusion): `joint` one after the other, "
+        "`parallel` each on its own, so that their order changes no score and a document that comes back is not "
+        "read again. What the head bank names when absent; `joint` for icr.",
     )
     aggregation: Aggregation | None = Field(
         None,
-        description="How the heads' votes are counted; what the head bank names when absent. `borda` and "
-        "`rrf` are shares of points and `share` is a share of attention: all compare documents of one "
-        "request only.",
+        description="How the heads' votes are counted (methods heads and icr); what the head bank names when absent. "
+        "`borda` and `rrf` are shares of points and `share` is a share of attention: all compare documents of one "
+        "request only. `evidence` is the probability of relevance, comparable between requests; `calibrated` is the "
+        "attention less that of an empty query (view `query` only), on an open scale.",
+    )
+    raw_scores: bool = Field(
+        False,
+        description="Give what the scores were made of, on an open scale, where the method has it: the log-odds of "
+        "`evidence` and fusion, the sums of bm25. The order is the same.",
     )
     explain: bool = Field(False, description="Add every head's vote and the passages that the heads look at.")
 
@@ -105,8 +122,10 @@ class TeiRequest(BaseModel):
     truncation_direction: Literal["Right", "right", "Left", "left"] = Field(
         "Right", description="Texts are cut at the right; `Left` is an error when one is too long."
     )
-    raw_scores: Any = Field(
-        None, description="Accepted and without effect: scores are from 0 to 1 as they are."
+    raw_scores: bool = Field(
+        False,
+        description="Give what the scores were made of, on an open scale, where the method has it; the order is the "
+        "same.",
     )
     return_text: bool = Field(False, description="Send the texts back in the answer.")
 
@@ -133,7 +152,10 @@ class Result(BaseModel):
     """One ranked document."""
 
     index: int = Field(description="Position in the request, from 0.")
-    relevance_score: float = Field(ge=0, le=1, description="Comparable within one answer.")
+    relevance_score: float = Field(
+        description="From 0 to 1, except with `raw_scores` and the aggregation `calibrated`. Comparable within one "
+        "answer; between answers too with the aggregation `evidence` and the method fusion."
+    )
     document: dict[str, Any] | None = Field(None, description="Only present when asked for; has `text`.")
     votes: list[Vote] | None = Field(None, description="Only present with `explain`.")
     snippets: list[Evidence] | None = Field(None, description="Only present with `explain`.")
@@ -232,13 +254,22 @@ class Readiness(BaseModel):
     reason: str = ""
 
 
+class ServedView(BaseModel):
+    """What votes in a view where a request names no layout."""
+
+    head_set: str = Field(examples=["expert.query.parallel"])
+    layout: Layout
+
+
 class ServedModel(BaseModel):
-    """A model as OpenAI's clients list it."""
+    """A model as OpenAI's clients list it, and what requests can choose."""
 
     id: str
     object: Literal["model"] = "model"
     created: int = Field(description="Start of the service, in seconds since 1970.")
     owned_by: str = "headrank"
+    methods: list[Method] = Field([], description="Empty until the model is loaded.")
+    views: dict[View, ServedView] = Field({}, description="Empty until the model is loaded.")
 
 
 class ServedModels(BaseModel):
@@ -249,10 +280,11 @@ class ServedModels(BaseModel):
 
 
 class HeadSetInfo(BaseModel):
-    """The heads that vote in one view."""
+    """The heads that vote in one view and layout."""
 
     name: str
     view: View
+    layout: Layout
     heads: list[str] = Field(examples=[["L14H22"]])
     default_aggregation: Aggregation
     strict_experts: int
@@ -281,16 +313,18 @@ class Info(BaseModel):
     max_concurrent_requests: int
     max_input_length: int
     max_batch_tokens: int
-    max_batch_requests: int
+    max_batch_requests: int | None
     max_client_batch_size: int
     auto_truncate: bool
     tokenization_workers: int
     version: str
     sha: str | None
     docker_label: str | None
-    layout: str
-    methods: list[Method]
+    methods: list[Method] = Field(
+        description="`dense` may still lack its model, which is loaded at its first use."
+    )
     default_method: Method
     default_view: View
-    head_sets: list[HeadSetInfo]
+    views: dict[View, ServedView]
+    head_sets: list[HeadSetInfo] = Field(description="What the fields `view` and `layout` choose from.")
     limits: Limits

@@ -7,7 +7,9 @@ import uvicorn
 
 from headbank.errors import EngineError
 from service.app import create_app
-from service.engine import LOG_FORMAT, LoadEngine, load_engine
+from service.child import LOG_FORMAT
+from service.engine import LoadEngine
+from service.loading import load_engine
 from service.settings import Settings
 from service.worker import Worker
 

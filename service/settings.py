@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from headbank.models.catalogue import DEFAULT_EMBEDDING, DEFAULT_MODEL
@@ -11,7 +11,11 @@ from headbank.types import View
 
 ENV_PREFIX = "HEADRANK_"
 
-Method = Literal["heads", "bm25", "dense"]
+Method = Literal["heads", "icr", "fusion", "llm", "bm25", "dense"]
+WHOLE_MODEL_METHODS: tuple[Method, ...] = ("icr", "llm")
+"""They read or write with all layers, which `views=query` does not load."""
+
+Views = Literal["both", "query"]
 LogLevel = Literal["critical", "error", "warning", "info", "debug"]
 
 
@@ -56,12 +60,26 @@ class Settings(BaseSettings):
         description="Processor threads of the model. Unset: all cores, which is fastest for one service "
         "alone on the machine; give neighbours room with fewer.",
     )
+    document_cache_bytes: int = Field(
+        2**30,
+        ge=0,
+        description="Memory for the keys and values of documents of the layout `parallel`, on the device: a "
+        "document that comes back, under any query, is then not read again. More keeps more documents, and leaves "
+        "less for long requests; `/metrics` shows hits and misses. 0 keeps none.",
+    )
+    host_cache_bytes: int = Field(
+        0,
+        ge=0,
+        description="Pinned memory of the host, on a machine with a GPU, for documents that fall out of "
+        "document_cache_bytes: copying them back is slower than keeping them on the GPU and faster than reading "
+        "them again. 0, or no GPU: they are dropped.",
+    )
     default_method: Method = Field("heads", description="Method of requests that name none.")
     dense_model: str = Field(
         DEFAULT_EMBEDDING,
         min_length=1,
         description="Embedding model of method `dense`; loaded, in addition, when the first request asks "
-        "for it.",
+        "for it. Method `fusion` takes the one that its head bank names.",
     )
     max_documents: int = Field(
         1000,
@@ -91,11 +109,25 @@ class Settings(BaseSettings):
         description="Rows that vote for requests that name none: `query` needs no generation and is fastest, "
         "`response` reads the heads while the model answers, which is slower and often better.",
     )
-    response_tokens: int = Field(
-        16,
+    views: Views = Field(
+        "both",
+        description="Views that are served. `query` loads only the layers up to the deepest voting head, when the "
+        "head bank can be found by the name of the model: less memory and a faster start, but requests for the view "
+        "`response` and the methods `icr` and `llm` are refused with 422.",
+    )
+    response_tokens: int | None = Field(
+        None,
         ge=1,
         le=256,
-        description="Most tokens that the model writes for the response view; each costs one step.",
+        description="Most tokens that the model writes for the response view; each costs one step. Unset: as many "
+        "as the heads were calibrated with.",
+    )
+    batch_tokens: int = Field(
+        16384,
+        ge=1,
+        description="Requests that wait are answered together up to about this many tokens (4 bytes of text count "
+        "as one). More gets through more requests in a second where they share documents or a GPU; less answers "
+        "the first of them sooner. A larger request goes alone; 1: one request at a time.",
     )
     queue_requests: int = Field(
         64,
@@ -139,6 +171,16 @@ class Settings(BaseSettings):
             if value.strip() and not keys:
                 raise ValueError("holds no key")
             return keys
+        return value
+
+    @field_validator("views")
+    @classmethod
+    def _serves_its_defaults(cls, value: Views, info: ValidationInfo) -> Views:
+        if value == "query":
+            if info.data.get("default_view") == "response":
+                raise ValueError("query does not serve the default_view response")
+            if info.data.get("default_method") in WHOLE_MODEL_METHODS:
+                raise ValueError(f"query does not serve the default_method {info.data['default_method']}")
         return value
 
     @property

@@ -7,17 +7,19 @@ per child.
 import asyncio
 import logging
 import multiprocessing
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Literal, TypeVar
 
 from headbank.errors import EngineError, EngineOverloaded, EngineUnavailable, HeadRankError
 from headbank.types import Ranking
-from service.engine import EngineInfo, Job, LoadEngine, load_engine, run
+from service.child import run
+from service.engine import CacheCounts, DeviceLost, EngineInfo, Job, LoadEngine, Reply
 from service.errors import DeadlineExceeded
+from service.loading import load_engine
+from service.queue import Pending, Queue, estimated_tokens
 from service.settings import Settings
 
 _log = logging.getLogger("headrank.worker")
@@ -41,16 +43,6 @@ class EngineGone(Exception):
     """The child process has ended or is stuck; the text says which."""
 
 
-@dataclass(eq=False)
-class _Pending:
-    """A request that waits for its turn or its answer; its future is done when nobody waits any more."""
-
-    job: Job
-    answer: "asyncio.Future[Ranking]"
-    arrived: float
-    deadline: float
-
-
 class _Child:
     """One child process and the thread that talks to it."""
 
@@ -66,18 +58,23 @@ class _Child:
         process, self._pipe = await loop.run_in_executor(self._thread, _spawn, load, settings)
         self._process = process
         loop.add_reader(process.sentinel, self._on_exit)
-        return await self._exchange(None, EngineInfo, settings.start_timeout_s)
+        return await self._exchange((), EngineInfo, settings.start_timeout_s)
 
-    async def ask(self, job: Job, timeout_s: float) -> Ranking:
-        """Have one job answered. Raises the HeadRankError of the engine, or EngineGone."""
-        return await self._exchange(job, Ranking, timeout_s)
+    async def ask(self, jobs: Sequence[Job], timeout_s: float) -> Reply:
+        """Have a batch answered. Raises EngineGone."""
+        reply = await self._exchange(jobs, Reply, timeout_s)
+        if len(reply.results) != len(jobs) or not all(
+            isinstance(r, Ranking | HeadRankError) for r in reply.results
+        ):
+            raise EngineGone("the engine process answered out of turn")
+        return reply
 
-    async def _exchange(self, job: Job | None, kind: type[Answer], timeout_s: float) -> Answer:
+    async def _exchange(self, jobs: Sequence[Job], kind: type[Answer], timeout_s: float) -> Answer:
         assert self._pipe is not None
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await loop.run_in_executor(self._thread, _exchange, self._pipe, job)
+                answer = await loop.run_in_executor(self._thread, _exchange, self._pipe, jobs)
         except TimeoutError:
             raise EngineGone(f"the engine process gave no answer for {timeout_s:g} s") from None
         except (EOFError, OSError):
@@ -125,20 +122,20 @@ def _spawn(load: LoadEngine, settings: Settings) -> tuple[multiprocessing.proces
     return process, ours
 
 
-def _exchange(pipe: Connection, job: Job | None) -> object:
-    if job is not None:
-        pipe.send(job)
+def _exchange(pipe: Connection, jobs: Sequence[Job]) -> object:
+    if jobs:
+        pipe.send(jobs)
     return pipe.recv()
 
 
 class Worker:
-    """Keeps one engine running and gives it one job after the other."""
+    """Keeps one engine running and gives it one batch after the other."""
 
     def __init__(self, settings: Settings, load: LoadEngine = load_engine) -> None:
         """`load` runs in the child process, so it must be importable there."""
         self._settings = settings
         self._load = load
-        self._waiting: deque[_Pending] = deque()
+        self._queue = Queue()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._job_s = 1.0
@@ -148,14 +145,18 @@ class Worker:
         self.reason = ""
         """Why the engine is not ready; empty while it is."""
         self.restarts = 0
+        self.cache = CacheCounts()
+        """Hits and misses of all engines so far, and what the present one holds."""
+        self.on_batch: Callable[[int, int], None] | None = None
+        """Called with the number of requests and the estimated tokens of every batch."""
         self.fatal: HeadRankError | None = None
         self.on_fatal: Callable[[], None] | None = None
         """Called when the first start has failed; `fatal` says why. No restart is tried then."""
 
     @property
     def waiting(self) -> int:
-        """Requests in the queue, the one being answered not counted."""
-        return len(self._waiting)
+        """Requests in the queue, those being answered not counted."""
+        return len(self._queue)
 
     async def start(self) -> None:
         """Begin to load the engine; returns at once."""
@@ -167,7 +168,7 @@ class Worker:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        for pending in self._waiting:
+        for pending in self._queue.drain():
             _fail(pending, EngineUnavailable(self.reason))
 
     async def submit(self, job: Job) -> Ranking:
@@ -183,8 +184,10 @@ class Worker:
             raise EngineOverloaded("the queue is full", min(60.0, self._job_s * (self.waiting + 1)))
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._settings.request_timeout_s
-        pending = _Pending(job, loop.create_future(), loop.time(), deadline)
-        self._waiting.append(pending)
+        pending = Pending(job, loop.create_future(), loop.time(), deadline, estimated_tokens(job))
+        # It writes for seconds, and shares no pass with anyone.
+        pending.alone = job.method == "llm"
+        self._queue.add(pending)
         self._wake.set()
         try:
             async with asyncio.timeout_at(deadline):
@@ -195,8 +198,7 @@ class Worker:
         finally:
             # Awaiting a future cancels it along, so the engine skips it; the place in the queue is free at
             # once.
-            if pending in self._waiting:
-                self._waiting.remove(pending)
+            self._queue.discard(pending)
 
     def _set_state(self, state: State, reason: str = "") -> None:
         self.state, self.reason = state, reason
@@ -222,6 +224,7 @@ class Worker:
             finally:
                 await child.end()
             self.restarts += 1
+            self.cache = CacheCounts(self.cache.hits, self.cache.misses)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_BACKOFF_S)
 
@@ -232,39 +235,65 @@ class Worker:
             self.on_fatal()
 
     async def _feed(self, child: _Child) -> None:
-        """Give the child one job after the other. Raises EngineGone when it has ended."""
+        """Give the child one batch after the other. Raises EngineGone when it has ended."""
         loop = asyncio.get_running_loop()
+        ended = self.cache
         while True:
             self._busy = False
-            pending = await self._next(child)
+            batch = await self._next(child)
             self._busy = True
             started = loop.time()
+            if self.on_batch is not None:
+                self.on_batch(len(batch), sum(pending.tokens for pending in batch))
             # A forward pass cannot be interrupted: it may overrun its deadline, by as much again before it
             # counts as stuck.
-            patience_s = pending.deadline - started + self._settings.request_timeout_s
+            patience_s = max(p.deadline for p in batch) - started + self._settings.request_timeout_s
             try:
-                ranking = await child.ask(pending.job, patience_s)
-            except HeadRankError as error:
-                _fail(pending, error)
+                reply = await child.ask([pending.job for pending in batch], patience_s)
             except EngineGone:
-                _fail(pending, EngineUnavailable("the engine process ended while it worked on this request"))
+                self._lost(batch, "the engine process ended while it worked on this request")
                 raise
             except asyncio.CancelledError:
-                _fail(pending, EngineUnavailable("the service is stopping"))
+                for pending in batch:
+                    _fail(pending, EngineUnavailable("the service is stopping"))
                 raise
-            else:
-                queue_s = started - pending.arrived
-                if not pending.answer.done():
-                    pending.answer.set_result(replace(ranking, seconds=ranking.seconds | {"queue": queue_s}))
-            self._job_s += _NEWEST_SHARE * (loop.time() - started - self._job_s)
+            self.cache = replace(
+                reply.cache, hits=ended.hits + reply.cache.hits, misses=ended.misses + reply.cache.misses
+            )
+            self._job_s += _NEWEST_SHARE * ((loop.time() - started) / len(batch) - self._job_s)
+            self._deliver(batch, reply, started)
 
-    async def _next(self, child: _Child) -> _Pending:
-        """The oldest request that somebody still waits for. Raises EngineGone when the child ends meanwhile."""
+    def _deliver(self, batch: Sequence[Pending], reply: Reply, started: float) -> None:
+        """Give every request its result. Raises EngineGone when the device has failed."""
+        lost = []
+        for pending, result in zip(batch, reply.results, strict=True):
+            if isinstance(result, DeviceLost):
+                lost.append(pending)
+            elif isinstance(result, HeadRankError):
+                _fail(pending, result)
+            elif not pending.answer.done():
+                seconds = result.seconds | {"queue": started - pending.arrived}
+                pending.answer.set_result(replace(result, seconds=seconds))
+        if lost:
+            self._lost(lost, "the device failed while it worked on this request")
+            raise EngineGone("the device failed")
+
+    def _lost(self, batch: Sequence[Pending], message: str) -> None:
+        """An engine has ended over a batch: any of its requests may be why, so the next one gets them one by one."""
+        if len(batch) == 1:
+            _fail(batch[0], EngineUnavailable(message))
+            return
+        for pending in batch:
+            pending.alone = True
+        self._queue.put_back(batch)
+
+    async def _next(self, child: _Child) -> list[Pending]:
+        """The requests to answer next, at least one. Raises EngineGone when the child ends meanwhile."""
+        loop = asyncio.get_running_loop()
         while True:
-            while self._waiting:
-                pending = self._waiting.popleft()
-                if not pending.answer.done():
-                    return pending
+            batch = self._queue.take(self._settings.batch_tokens, loop.time())
+            if batch:
+                return batch
             self._wake.clear()
             wake = asyncio.create_task(self._wake.wait())
             gone = asyncio.create_task(child.gone.wait())
@@ -277,6 +306,6 @@ class Worker:
                 raise EngineGone(await child.ended())
 
 
-def _fail(pending: _Pending, error: HeadRankError) -> None:
+def _fail(pending: Pending, error: HeadRankError) -> None:
     if not pending.answer.done():
         pending.answer.set_exception(error)

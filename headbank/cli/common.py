@@ -17,7 +17,8 @@ from rich.progress import (
 from headbank.errors import InputError
 from headbank.types import VIEWS, View
 
-METHODS = ("heads", "bm25", "dense")
+METHODS = ("heads", "fusion", "icr", "llm", "bm25", "dense")
+"""What ranks single requests."""
 
 _Choice = TypeVar("_Choice", bound=str)
 
@@ -72,6 +73,14 @@ def parse_choice(field: str, value: str | None, choices: Sequence[_Choice]) -> _
     if value is None:
         return None
     raise InputError(field, f"must be one of {', '.join(choices)}")
+
+
+def parse_names(field: str, value: str, choices: Sequence[str]) -> tuple[str, ...]:
+    """Names separated by commas, each once, in the order given. Raises InputError naming the field and the choices."""
+    names = tuple(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
+    if not names or not set(names) <= set(choices):
+        raise InputError(field, f"must name at least one of {', '.join(choices)}")
+    return names
 
 
 def sample_progress() -> Progress:

@@ -24,11 +24,11 @@ def demo_command(
     from headbank.cli.pull import pull_command
     from headbank.models.catalogue import CATALOGUE
 
+    options = RankOptions(view=parse_choice("view", view, VIEWS) or "query", explain=True)
     if model in CATALOGUE:
         pull_command(model, None)
     console = Console()
-    reranker = open_reranker("heads", model, None, DEFAULT_EMBEDDING, threads=threads)
-    options = RankOptions(view=parse_choice("view", view, VIEWS) or "query", explain=True)
+    reranker = open_reranker("heads", model, None, DEFAULT_EMBEDDING, options, threads=threads)
     right = 0
     for question in load_demo():
         request = RankRequest(question.query, question.documents)

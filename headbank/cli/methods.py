@@ -14,7 +14,7 @@ from headbank.rerankers.dense import Dense
 from headbank.rerankers.fusion import FusionReranker
 from headbank.rerankers.heads import HeadReranker, icr_set, open_bank
 from headbank.rerankers.llm import ListwiseLLM
-from headbank.types import JOINT, RankOptions, View
+from headbank.types import JOINT, Aggregation, RankOptions, View
 
 FROM_BANK = ("heads", "expert", "contrastive", "qr", "greedy", "weighted", "fusion")
 """Methods that need the model and its bank; all but the first and the last are names of detectors."""
@@ -92,6 +92,6 @@ def _add_head_methods(
             heads = loaded.head_set(view, detector=detector)
             voting = HeadReranker(runner, loaded, detector=detector, response_tokens=response_tokens)
             label = f"{name} vote ({view})" if name == "expert" else f"{name} ({view})"
-            rule = "borda" if name == "expert" else None
+            rule: Aggregation | None = "borda" if name == "expert" else None
             built.methods.append(Method(label, voting, options, heads, rule))
             built.described.setdefault("head_sets", {})[label] = heads.name

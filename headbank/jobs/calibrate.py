@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headbank.bank import MANIFEST, Bank, check, read, slug, write
-from headbank.errors import BankError, BankMismatch, DataError
+from headbank.errors import BankError, BankMismatch, DataError, InputError
 from headbank.jobs.capture import (
     AS_GIVEN,
     CaptureConfig,
@@ -21,7 +22,7 @@ from headbank.jobs.capture import (
 )
 from headbank.jobs.curves import layer_curve, response_curve
 from headbank.jobs.detect import DETECTORS, Problem, SelectConfig
-from headbank.jobs.select import Selected, describe, fuse, intervals, select
+from headbank.jobs.select import Selected, describe, fuse, select
 from headbank.jobs.statistics import view_statistics
 from headbank.models.base import HeadRunner
 from headbank.types import Fusion, ModelInfo, PromptStyle, Sample, View
@@ -89,32 +90,32 @@ def calibrate(
 
     For each view the default is the set with the highest cross-validated MAP over all styles and detectors. A job
     that was stopped continues when it is called again with the same arguments, and writes the same bytes. Raises
-    DataError when fewer than two samples can be used, BankError when the bank's folder holds the bank of another
-    model, NonFiniteScore when the model's attention is not finite.
+    DataError when samples of fewer than two questions can be used, InputError as `check_samples` does, BankError
+    when the bank's folder holds the bank of another model, NonFiniteScore when the model's attention is not finite.
     """
+    check_samples(samples, data_name, config)
     _refuse_to_replace(root, runner.info)
+    voters = {name: cache(voter) for name, voter in (voters or {}).items()}
+    by_id = {sample.id: sample for sample in samples}
     found = _Found({}, {}, {"choice": {view: [] for view in config.views}})
     rejected: dict[str, list[str]] = {}
-    used: list[str] = []
+    used: set[str] = set()
     for style in config.styles:
-        placements = AS_GIVEN
-        if style.layout == "joint":
-            placements = config.placements or all_placements(samples)
+        placements = _placements(samples, style, config)
         capture = CaptureConfig(placements, config.views, style, config.seed, config.response_tokens)
         folder = capture_folder(captures or root, runner.info, capture)
         shards, refused = capture_samples(runner, samples, capture, folder, on_sample)
         for reason, ids in refused.items():
             rejected.setdefault(reason, []).extend(i for i in ids if i not in rejected.get(reason, []))
-        if len(shards) < 2:
+        if len({by_id[shard.sample_id].question for shard in shards}) < 2:
             reasons = ", ".join(f"{reason}: {len(ids)}" for reason, ids in sorted(refused.items()))
             raise DataError(
                 data_name,
-                f"{len(shards)} of {len(samples)} samples can be used, calibration needs at least 2 "
-                f"({reasons or 'the file is too short'})",
+                f"{len(shards)} of {len(samples)} samples can be used, calibration needs samples of at least 2 "
+                f"questions ({reasons})",
             )
-        used = [shard.sample_id for shard in shards]
-        by_id = {sample.id: sample for sample in samples}
-        scores = {name: [voter(by_id[i]) for i in used] for name, voter in (voters or {}).items()}
+        used.update(shard.sample_id for shard in shards)
+        scores = {name: [voter(by_id[shard.sample_id]) for shard in shards] for name, voter in voters.items()}
         for view in config.views:
             _select_view(runner.info, shards, view, style, config, scores, dense_model, found)
     bank = Bank(
@@ -127,11 +128,13 @@ def calibrate(
         | {
             "data": data_name,
             "data_sha256": data_hash,
-            "sample_ids": used,
+            "sample_ids": [sample.id for sample in samples if sample.id in used],
             "rejected": rejected,
             "views": list(config.views),
             "styles": [asdict(style) for style in config.styles],
-            "placements": config.placements,
+            "placements": {
+                style.layout: _placements(samples, style, config) or "as given" for style in config.styles
+            },
             "response_tokens": config.response_tokens,
             "seed": config.seed,
             "selection": describe(config.selection),
@@ -139,6 +142,35 @@ def calibrate(
         },
     )
     return Calibration(write(bank, root), bank, len(used), rejected)
+
+
+def check_samples(samples: Sequence[Sample], data_name: str, config: CalibrateConfig) -> None:
+    """Refuse what can be refused before a model is loaded.
+
+    Raises DataError for ids that repeat and for fewer than two questions with a gold document and a distractor,
+    InputError (field `placements`) where fewer than two have the distractors that the placements need.
+    """
+    if len({sample.id for sample in samples}) < len(samples):
+        raise DataError(data_name, "two samples have the same id")
+    distractors: dict[str, int] = {}
+    for sample in samples:
+        if sample.distractors and any(document.relevance for document in sample.documents):
+            distractors[sample.question] = max(distractors.get(sample.question, 0), len(sample.distractors))
+    if len(distractors) < 2:
+        raise DataError(
+            data_name,
+            f"{len(distractors)} questions have a gold document and a distractor, calibration needs at least 2",
+        )
+    most = sorted(distractors.values())[-2] + 1
+    asked = max(_placements(samples, style, config) for style in config.styles)
+    if asked > most:
+        raise InputError("placements", f"are {asked}, at least two questions allow only up to {most}", most)
+
+
+def _placements(samples: Sequence[Sample], style: PromptStyle, config: CalibrateConfig) -> int:
+    if style.layout == "parallel":
+        return AS_GIVEN
+    return config.placements or all_placements(samples)
 
 
 def _select_view(
@@ -161,11 +193,11 @@ def _select_view(
     for detector in config.detectors:
         chosen = select(problem, detector)
         found.selected[chosen.head_set.name] = chosen
-        metrics = intervals(chosen.held_out.values[chosen.head_set.default_aggregation], selection)
+        metrics = chosen.metrics
         rows.append({"name": chosen.head_set.name, "style": str(style), **metrics})
         if chosen.counts:
             found.training.setdefault("counts", {})[problem.name("expert")] = chosen.counts
-        if detector != "icr" and (best is None or metrics["MAP"]["mean"] > _map(best, selection)):
+        if detector != "icr" and (best is None or metrics["MAP"]["mean"] > best.metrics["MAP"]["mean"]):
             best = chosen
     assert best is not None, "icr alone makes no bank"
     if voters:
@@ -176,11 +208,6 @@ def _select_view(
         curves[problem.name("layers")] = layer_curve(problem)
         if view == "response":
             curves[problem.name("tokens")] = response_curve(problem)
-
-
-def _map(selected: Selected, config: SelectConfig) -> float:
-    values = selected.held_out.values[selected.head_set.default_aggregation]
-    return intervals(values, config)["MAP"]["mean"]
 
 
 def _default(found: _Found, view: View) -> str:

@@ -100,9 +100,12 @@ class Shard:
         """Attention from the rows of the content-free query."""
         return Attention(self.tensors["null.mass"], self.tensors["null.reference"])
 
-    def token_mass(self, source: Literal["query", "null"]) -> Tensor:
-        """Attention on every document token, [P, L, H, sum of lengths] float32, documents in the sample's order."""
-        return self.tensors[f"{source}.tokens"].float() / TOKEN_SCALE
+    def token_mass(self, source: Literal["query", "null"], at: Any = ...) -> Tensor:
+        """Attention on every document token, documents in the sample's order.
+
+        `at` indexes [P, L, H], by default all of it. [..., sum of lengths] float32
+        """
+        return self.tensors[f"{source}.tokens"][at].float() / TOKEN_SCALE
 
     @property
     def token_ids(self) -> Tensor:

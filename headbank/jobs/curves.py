@@ -19,12 +19,15 @@ def layer_curve(problem: Problem) -> list[dict[str, Any]]:
     """Metrics of panels within the first share of the layers, and the share of the layers that has to be computed."""
     n_layers = len(problem.eligible)
     rows = []
-    for share in LAYER_SHARES:
-        last = max(1, round(share * n_layers))
+    before = 0
+    for last in sorted({max(1, round(share * n_layers)) for share in LAYER_SHARES}):
         allowed = problem.eligible & (torch.arange(n_layers) < last)
-        if bool(allowed.any()):
+        found = int(allowed.sum())
+        # A budget that adds no layer that may vote, adds nothing to the curve.
+        if found > before:
             narrow = replace(problem, eligible=allowed)
-            rows.append({"layers": last, "share": share, **_curve_row(narrow)})
+            rows.append({"layers": last, "share": last / n_layers, **_curve_row(narrow)})
+        before = found
     return rows
 
 
@@ -43,5 +46,6 @@ def _curve_row(problem: Problem) -> dict[str, Any]:
     found = {}
     for detector in CURVE_DETECTORS:
         values = held_out(problem, detector).values["evidence"]
-        found[detector] = intervals(values, problem.config)
+        wanted = ("MAP", f"NDCG@{problem.config.k}")
+        found[detector] = intervals({metric: values[metric] for metric in wanted}, problem.config)
     return found

@@ -81,7 +81,7 @@ def _head_set(
 ) -> HeadSet:
     """A head set with the moments of its log-odds over the samples `index`; exponent None: the best on them."""
     statistics = problem.statistics
-    rows = [statistics.heads.index(head) for head in heads]
+    rows = [head.layer * statistics.mass[0].shape[2] + head.head for head in heads]
     if exponent is None:
         exponent = max(problem.config.exponents, key=lambda e: (_mean_precision(problem, index, rows, e), -e))
     mean, std = moments([statistics.log_odds(exponent)[i][p, rows] for i, p in _pairs(problem, index)])
@@ -183,7 +183,10 @@ def greedy(problem: Problem, index: Tensor) -> HeadSet:
 
 
 def weighted(problem: Problem, index: Tensor) -> HeadSet:
-    """L2-regularised weights over the evidence of all heads; strength and exponent by cross-validation inside."""
+    """L2-regularised weights over the evidence of all heads; strength and exponent by cross-validation inside.
+
+    Heads come in the order of what they count.
+    """
     rows = problem.rows()
     config = problem.config
     middle = problem.statistics.placements // 2
@@ -206,9 +209,10 @@ def weighted(problem: Problem, index: Tensor) -> HeadSet:
     assert best is not None, "at least one exponent is tried"
     features, gold = _features(problem, index, rows, best[1])
     weights = fit_weights(features, gold, strength=best[2], loss="listwise")
-    heads = [problem.statistics.heads[row] for row in rows]
+    order = weights.abs().argsort(descending=True, stable=True)
+    heads = [problem.statistics.heads[rows[i]] for i in order.tolist()]
     return _head_set(
-        problem, index, "weighted", heads, "evidence", exponent=best[1], weights=weights.tolist()
+        problem, index, "weighted", heads, "evidence", exponent=best[1], weights=weights[order].tolist()
     )
 
 

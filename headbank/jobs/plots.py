@@ -1,5 +1,6 @@
 """Pictures of a head bank. Figures are built as objects: nothing here touches pyplot's global state."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +9,21 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
 from headbank.bank import Bank
 from headbank.errors import BankError
-from headbank.types import HeadId, HeadSet
+from headbank.types import LAYOUTS, VIEWS, HeadId, HeadSet, View
 
 DPI = 125
 EXPERT, FILL = "strict expert", "soft fill"
+CURVE_METRIC = "MAP"
+"""What `curve_plot` draws."""
 
 _WIDTH_INCHES, _MIN_HEIGHT_INCHES = 12.8, 7.2
 # Rows below this height would let the names of neighbouring layers overlap.
 _ROW_INCHES, _MARGINS_INCHES = 0.15, 1.8
+_CURVES_INCHES = 4.8
 
 _MARKS: dict[str, dict[str, Any]] = {
     EXPERT: {"marker": "o", "facecolors": "white", "edgecolors": "black"},
@@ -62,6 +66,72 @@ def head_map(bank: Bank, heads: HeadSet, path_png: Path) -> Figure:
     path_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path_png, format="png")
     return figure
+
+
+def curve_plot(bank: Bank, path_png: Path) -> Figure:
+    """Draw what quality costs: held-out MAP with 95 % intervals over the share of layers that have to be computed, one
+    panel per view, and over the number of written tokens, where the bank measured that.
+
+    A star is the view's default head set, at the layer that it needs. The picture is written as PNG and returned.
+    Raises BankError when the bank's training record has no curves.
+    """
+    recorded: Mapping[str, Any] = bank.training.get("curves") or {}
+    panels = [
+        (kind, view)
+        for kind in ("layers", "tokens")
+        for view in VIEWS
+        if any(f"{kind}.{view}.{layout}" in recorded for layout in LAYOUTS)
+    ]
+    if not panels:
+        raise BankError("the bank has no curves; calibrate without --no-curves")
+    figure = Figure(
+        figsize=(_WIDTH_INCHES, _CURVES_INCHES), dpi=DPI, layout=ConstrainedLayoutEngine(h_pad=0.08)
+    )
+    figure.suptitle(f"{bank.info.model_id}: what quality costs", fontsize=14)
+    row = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (kind, view) in zip(row, panels, strict=True):
+        for number, layout in enumerate(LAYOUTS):
+            _curves(axes, recorded.get(f"{kind}.{view}.{layout}", []), kind, layout, number)
+        axes.set_title(f"{view} view")
+        if kind == "layers":
+            axes.set_xlabel("share of the layers")
+            axes.set_xlim(0, 1.02)
+            _mark_default(axes, bank, view)
+        else:
+            axes.set_xlabel("written tokens")
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.grid(alpha=0.3)
+        axes.legend(loc="lower right", fontsize=8)
+    row[0].set_ylabel(f"{CURVE_METRIC} on held-out samples")
+    path_png.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path_png, format="png")
+    return figure
+
+
+def _curves(axes: Any, rows: Sequence[Mapping[str, Any]], kind: str, layout: str, number: int) -> None:
+    """One line with its band for every detector of a curve; layouts differ in style, detectors in colour."""
+    detectors = [name for name in rows[0] if isinstance(rows[0][name], dict)] if rows else []
+    x = [row["share" if kind == "layers" else "tokens"] for row in rows]
+    for colour, detector in enumerate(detectors):
+        values = [row[detector][CURVE_METRIC] for row in rows]
+        style = {"color": f"C{colour}", "linestyle": ("-", "--")[number], "marker": "os"[number]}
+        axes.plot(x, [v["mean"] for v in values], label=f"{detector}, {layout}", markersize=4, **style)
+        bounds = ([v["low"] for v in values], [v["high"] for v in values])
+        axes.fill_between(x, *bounds, color=f"C{colour}", alpha=0.12, linewidth=0)
+
+
+def _mark_default(axes: Any, bank: Bank, view: View) -> None:
+    heads = bank.head_sets.get(bank.defaults.get(view, ""))
+    rows: Sequence[Mapping[str, Any]] = bank.training.get("choice", {}).get(view, [])
+    measured = [row for row in rows if heads is not None and row["name"] == heads.name]
+    if heads is None or not measured:
+        return
+    share = (1 + max(head.layer for head in heads.heads)) / bank.info.n_layers
+    label = f"default: {heads.name}"
+    axes.scatter(
+        [share], [measured[0][CURVE_METRIC]["mean"]], marker="*", s=160, color="black", zorder=4, label=label
+    )
 
 
 def _map(bank: Bank, name: str) -> torch.Tensor:

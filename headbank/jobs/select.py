@@ -4,7 +4,7 @@ Every number comes from cross-validation over questions: no sample is ranked by 
 fitted on it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -49,22 +49,35 @@ class Selected:
 
     head_set: HeadSet
     held_out: HeldOut
+    metrics: dict[str, dict[str, float]]
+    """Of the set's default rule: metric -> mean with interval."""
     maps: dict[str, Tensor]
     counts: dict[str, Any]
 
 
-def fold_of(n: int, config: SelectConfig) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The fold of each of n samples; a single sample has none to be held out from."""
-    folds = max(1, min(config.folds, n))
-    return np.asarray(np.random.default_rng(config.seed).permutation(n) % folds, dtype=np.int64)
+def fold_of(groups: Sequence[Hashable], config: SelectConfig) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The fold of each sample: samples of one group share a fold, groups are dealt at random by the seed. [N]
+
+    Raises ValueError for fewer than two groups, of which none could be held out.
+    """
+    distinct = list(dict.fromkeys(groups))
+    folds = min(config.folds, len(distinct))
+    if folds < 2:
+        raise ValueError("cross-validation needs at least two questions and two folds")
+    dealt = np.random.default_rng(config.seed).permutation(len(distinct)) % folds
+    fold = dict(zip(distinct, dealt, strict=True))
+    return np.asarray([fold[group] for group in groups], dtype=np.int64)
+
+
+def _folds(problem: Problem) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Folds over questions: two samples of one question must not test each other."""
+    return fold_of(problem.statistics.questions, problem.config)
 
 
 def held_out(problem: Problem, detector: str) -> HeldOut:
-    """Rank every sample by a head set fitted on the other folds. Raises ValueError for fewer than two samples."""
+    """Rank every sample by a head set fitted on the other folds. Raises ValueError for fewer than two questions."""
     n = problem.statistics.count
-    if n < 2:
-        raise ValueError("cross-validation needs at least two samples")
-    folds = fold_of(n, problem.config)
+    folds = _folds(problem)
     values: dict[Aggregation, dict[str, list[float]]] = {}
     z: list[Tensor] = [torch.empty(0)] * n
     per_sample: list[dict[Aggregation, dict[str, float]]] = [{}] * n
@@ -110,28 +123,28 @@ def _rules(heads: HeadSet) -> tuple[Aggregation, ...]:
 def select(problem: Problem, detector: str) -> Selected:
     """The head set of a detector, fitted on all samples, with its probabilities fitted on held-out log-odds.
 
-    Raises ValueError for thresholds outside [0, 1], no eligible layer, or fewer than two samples.
+    Raises ValueError for thresholds outside [0, 1], no eligible layer, or fewer than two questions.
     """
     heads = DETECTORS[detector](problem, torch.arange(problem.statistics.count))
     found = held_out(problem, detector)
     rule = _best_rule(heads, found, problem.config)
     labels = [problem.statistics.gold[i].expand(len(z), -1) for i, z in enumerate(found.z)]
+    measured = {name: intervals(values, problem.config) for name, values in found.values.items()}
     scale = fit_platt(torch.cat([z.flatten() for z in found.z]), torch.cat([g.flatten() for g in labels]))
     heads = replace(
         heads,
         default_aggregation=rule,
         platt=scale,
         dev_metrics={
-            "protocol": f"{problem.config.folds}-fold cross-validation over samples, mean over placements",
+            "protocol": f"{int(_folds(problem).max()) + 1}-fold cross-validation over questions, "
+            "mean over placements",
             "samples": problem.statistics.count,
-            "aggregations": {
-                name: intervals(values, problem.config) for name, values in found.values.items()
-            },
+            "aggregations": measured,
             "calibration_error": calibration_error(problem, found.z),
         },
     )
     maps, counts = _expert_maps(problem) if detector == "expert" else ({}, {})
-    return Selected(heads, found, maps, counts)
+    return Selected(heads, found, measured[rule], maps, counts)
 
 
 def intervals(values: Mapping[str, Sequence[float]], config: SelectConfig) -> dict[str, dict[str, float]]:
@@ -141,7 +154,7 @@ def intervals(values: Mapping[str, Sequence[float]], config: SelectConfig) -> di
 
 def calibration_error(problem: Problem, z: Sequence[Tensor]) -> float:
     """Expected calibration error of probabilities whose scale was fitted on the other folds."""
-    folds = fold_of(len(z), problem.config)
+    folds = _folds(problem)
     probabilities, labels = [], []
     for fold in range(int(folds.max()) + 1):
         train = [int(i) for i in np.flatnonzero(folds != fold)]
@@ -161,10 +174,12 @@ def _pooled(problem: Problem, z: Sequence[Tensor], samples: Sequence[int]) -> tu
 
 def _best_rule(heads: HeadSet, found: HeldOut, config: SelectConfig) -> Aggregation:
     """The set's own rule, unless another has an NDCG@k on held-out samples above that rule's interval."""
-    scores = {r: mean_with_interval(v[f"NDCG@{config.k}"], config.seed) for r, v in found.values.items()}
+    metric = f"NDCG@{config.k}"
+    means = {rule: float(np.mean(values[metric])) for rule, values in found.values.items()}
     own = heads.default_aggregation
-    best = max(scores, key=lambda rule: scores[rule]["mean"])
-    return best if scores[best]["mean"] > scores[own]["high"] else own
+    best = max(means, key=lambda rule: means[rule])
+    high = mean_with_interval(found.values[own][metric], config.seed)["high"]
+    return best if means[best] > high else own
 
 
 def fuse(
@@ -184,7 +199,7 @@ def fuse(
     ]
     everything = list(range(len(z)))
     mean, std, weights = _fit_fusion(problem, features, everything)
-    folds = fold_of(len(z), problem.config)
+    folds = _folds(problem)
     fused: list[Tensor] = [torch.empty(0)] * len(z)
     for fold in range(int(folds.max()) + 1):
         fitted = _fit_fusion(problem, features, [i for i in everything if folds[i] != fold])

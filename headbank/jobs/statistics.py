@@ -37,6 +37,11 @@ class ViewStatistics:
         return len(self.shards)
 
     @property
+    def questions(self) -> tuple[tuple[int, ...], ...]:
+        """The question of each sample as token ids: samples of one question belong in one fold. [N]"""
+        return tuple(tuple(shard.query_ids.tolist()) for shard in self.shards)
+
+    @property
     def placements(self) -> int:
         """P, the same for all samples."""
         return int(self.mass[0].shape[0])
@@ -67,12 +72,13 @@ class ViewStatistics:
         """
         shard = self.shards[sample]
         layers, numbers = [h.layer for h in heads], [h.head for h in heads]
+        at = (placement, layers, numbers)
         return Reading(
-            mass=self.mass[sample][placement, layers, numbers].to(torch.float64),
-            reference=self.reference[sample][placement, layers, numbers].to(torch.float64),
+            mass=self.mass[sample][at].to(torch.float64),
+            reference=self.reference[sample][at].to(torch.float64),
             lengths=shard.lengths,
-            token_mass=shard.token_mass("query")[placement, layers, numbers] if tokens else None,
-            null_mass=shard.token_mass("null")[placement, layers, numbers] if tokens else None,
+            token_mass=shard.token_mass("query", at) if tokens else None,
+            null_mass=shard.token_mass("null", at) if tokens else None,
         )
 
 

@@ -2,7 +2,7 @@
 
     prefix   chat template head + instruction (+ the question, where the style asks for it)
     document label, text, separator          (one block per document; the span is the text alone)
-    tail     "Question:" + the query + request for a short answer + chat template end
+    tail     "Question:" + the query + request for a short answer + chat template end + opening of the answer
 
 Fixed parts are encoded with their special tokens; user text is encoded with special tokens split, so that a
 document that spells `<|im_end|>` stays text. Every segment is encoded on its own, which keeps a document's tokens
@@ -27,6 +27,9 @@ PARALLEL_LABEL = "Document:\n"
 SEPARATOR = "\n\n"
 QUESTION = "Question:\n"
 REQUEST = "\n\nAnswer the question in a few words. Write the answer only."
+OPENING = "The answer is:"
+"""The answer's first words are given: small models otherwise spend theirs on repeating the prompt. Rows of the query
+come before and are not changed by it."""
 
 CHARS_PER_TOKEN = 40
 """Text beyond this many characters per allowed token is cut before encoding, which bounds the encoder's time."""
@@ -96,7 +99,7 @@ class PromptBuilder:
         self._prefix = self._fixed(head + INSTRUCTION)
         self._separator = self._fixed(SEPARATOR)
         self._question = self._fixed(QUESTION)
-        self._request = self._fixed(REQUEST + end)
+        self._request = self._fixed(REQUEST + end + OPENING)
         described = ["segments-2", LABEL, PARALLEL_LABEL, self._prefix, self._separator, self._question]
         described.append(self._request)
         self.template_hash = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]

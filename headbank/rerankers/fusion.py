@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,11 @@ from headbank.rerankers.base import Reranker, Task, by_score
 from headbank.rerankers.heads import HeadReranker, Prepared, votes_of
 from headbank.rerankers.scoring import Reading, evidence
 from headbank.types import Fusion, Ranking, RankOptions
+
+
+def _with_evidence(task: Task) -> Task:
+    """A fusion reads log-odds, whatever rule a caller names or the head set has of its own."""
+    return replace(task, options=replace(task.options, aggregation="evidence"))
 
 
 def raw_scores(ranking: Ranking) -> Tensor:
@@ -59,7 +65,7 @@ class FusionReranker:
                 fusion = self._fusion(task.options)
                 heads = self._bank.head_sets[fusion.head_set]
                 if task.documents:
-                    prepared[i] = (fusion, self._heads.prepare(task, heads))
+                    prepared[i] = (fusion, self._heads.prepare(_with_evidence(task), heads))
                 else:
                     results[i] = self._heads.empty(task, heads)
             except HeadRankError as error:

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from headbank.bank import Bank, check, find, read, shipped_root
-from headbank.errors import HeadRankError, InputTooLong
+from headbank.errors import HeadRankError, InputError, InputTooLong
 from headbank.models.base import NULL_QUERY, Capture, CaptureRequest, HeadRunner
 from headbank.models.fake import FAKE_HEAD_SETS, FAKE_MODEL
 from headbank.numerics.spans import span_mass, span_mean, top_windows
 from headbank.numerics.voting import ranks
 from headbank.rerankers.base import Task
-from headbank.rerankers.null import NullCache, NullKey
+from headbank.rerankers.null import NullCache, null_key
 from headbank.rerankers.scoring import Reading, Scores, merge, score
 from headbank.rerankers.windows import windows
 from headbank.types import (
@@ -67,6 +67,11 @@ class Part:
     null: PromptLayout | None
     """The same documents under the content-free query, where the rule needs it."""
 
+    @property
+    def layouts(self) -> tuple[PromptLayout, ...]:
+        """Both prompts, or the one there is."""
+        return (self.layout,) if self.null is None else (self.layout, self.null)
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -116,8 +121,13 @@ class HeadReranker:
         self._null = NullCache()
 
     def head_set(self, options: RankOptions) -> HeadSet:
-        """The heads that vote for a view and layout. Raises BankError when the bank has none."""
+        """The heads that vote for a view and layout.
+
+        Raises BankError when the bank has none, InputError for `icr` and a view other than the query's.
+        """
         if self._detector == "icr":
+            if options.view != "query":
+                raise InputError("view", "icr compares queries, it needs the view query")
             return icr_set(self.runner.info, PromptStyle(options.layout or "joint"))
         assert self._bank is not None, "only icr works without a bank"
         return self._bank.head_set(options.view, layout=options.layout, detector=self._detector)
@@ -155,45 +165,46 @@ class HeadReranker:
     def prepare(self, task: Task, heads: HeadSet) -> Prepared:
         """Lay out the prompts of a task with documents for a head set.
 
-        Raises InputTooLong for what cannot fit and when no voting head sees all of it.
+        Raises InputTooLong for what cannot fit and when no voting head sees all of it, InputError for `calibrated`
+        and a view other than the query's.
         """
         started = time.perf_counter()
-        rule = task.options.aggregation or heads.default_aggregation
-        layouts = self._layouts(task, heads)
-        voters = self._voters(heads, [layout for _, layout in layouts])
-        parts = []
-        for documents, layout in layouts:
-            null = None
-            if rule == "calibrated":
-                null = self._build(replace(task, query=NULL_QUERY), heads, documents)
-            parts.append(Part(documents, layout, null))
+        queries = [task]
+        if (task.options.aggregation or heads.default_aggregation) == "calibrated":
+            if heads.view != "query":
+                raise InputError("aggregation", "calibrated compares queries, it needs the view query")
+            queries.append(replace(task, query=NULL_QUERY))
+        parts = self._parts(queries, heads)
+        voters = self._voters(heads, [layout for part in parts for layout in part.layouts])
         return Prepared(task, heads, voters, tuple(parts), time.perf_counter() - started)
 
     def read(self, tasks: Sequence[Prepared]) -> list[Reading]:
         """The attention of the voters on the documents of every task, from shared passes."""
         requests: list[CaptureRequest] = []
-        nulls: dict[NullKey, Tensor | None] = {}
+        nulls: dict[str, Tensor] = {}
+        unknown: dict[str, CaptureRequest] = {}
         for task in tasks:
-            limit = max(1, self._answer_tokens(task.heads))
+            limit = max(1, self.answer_tokens(task.heads))
             for part in task.parts:
                 requests.append(CaptureRequest(part.layout, task.voters, (task.heads.view,), limit))
                 if part.null is not None:
-                    nulls[part.null, task.voters] = self._null.get((part.null, task.voters))
-        unknown = [key for key, rows in nulls.items() if rows is None]
-        requests += [CaptureRequest(layout, voters) for layout, voters in unknown]
-        captures = self.runner.capture_many(requests)
-        for key, capture in zip(unknown, captures[len(captures) - len(unknown) :], strict=True):
+                    key = null_key(part.null, task.voters)
+                    rows = self._null.get(key)
+                    if rows is None:
+                        unknown[key] = CaptureRequest(part.null, task.voters)
+                    else:
+                        nulls[key] = rows
+        captures = self.runner.capture_many([*requests, *unknown.values()])
+        for key, capture in zip(unknown, captures[len(requests) :], strict=True):
             nulls[key] = capture.mass["query"]
             self._null.put(key, capture.mass["query"])
         found = iter(captures)
         return [self._reading(task, [next(found) for _ in task.parts], nulls) for task in tasks]
 
-    def _reading(
-        self, task: Prepared, captures: Sequence[Capture], nulls: Mapping[NullKey, Tensor | None]
-    ) -> Reading:
+    def _reading(self, task: Prepared, captures: Sequence[Capture], nulls: Mapping[str, Tensor]) -> Reading:
         readings = []
         for part, capture in zip(task.parts, captures, strict=True):
-            null = None if part.null is None else nulls[part.null, task.voters]
+            null = None if part.null is None else nulls[null_key(part.null, task.voters)]
             mass = capture.mass[task.heads.view]
             readings.append((part.documents, reading_of(part.layout, mass, part.null, null)))
         return readings[0][1] if len(readings) == 1 else merge(readings)
@@ -225,7 +236,8 @@ class HeadReranker:
         seconds = {"tokenise": time.perf_counter() - started}
         return Ranking((), (), self.name, input_tokens=layout.length, seconds=seconds)
 
-    def _answer_tokens(self, heads: HeadSet) -> int:
+    def answer_tokens(self, heads: HeadSet) -> int:
+        """Longest answer that a head set's view writes; 0 in the query view."""
         if heads.view == "query":
             return 0
         return self._response_tokens or heads.response_tokens or 16
@@ -236,23 +248,31 @@ class HeadReranker:
             [task.documents[i] for i in documents],
             style=heads.style,
             max_tokens_per_doc=task.options.max_tokens_per_doc,
-            reserve_tokens=self._answer_tokens(heads),
+            reserve_tokens=self.answer_tokens(heads),
         )
 
-    def _layouts(self, task: Task, heads: HeadSet) -> list[tuple[range, PromptLayout]]:
-        """The prompt of all documents, or those of windows where a joint prompt of all does not fit the context."""
-        everything = range(len(task.documents))
+    def _parts(self, queries: Sequence[Task], heads: HeadSet) -> list[Part]:
+        """The prompts of all documents, or those of windows where a joint prompt of all does not fit the context.
+
+        `queries` is the task and, where the rule needs it, the same under the content-free query.
+        """
+        everything = range(len(queries[0].documents))
         try:
-            return [(everything, self._build(task, heads, everything))]
+            return [self._part(queries, heads, everything)]
         except InputTooLong as error:
             if error.field != "documents" or heads.style.layout != "joint" or len(everything) < 2:
                 raise
         # On paper, a parallel prompt is laid out as a joint one, and is not held to the context as a whole.
-        paper = self._build(task, replace(heads, style=replace(heads.style, layout="parallel")), everything)
-        room = self.runner.info.context_tokens - self._answer_tokens(heads)
-        room -= paper.prefix_end + paper.length - paper.tail_start
-        lengths = [block.length + _LABEL_TOKENS for block in paper.blocks]
-        return [(found, self._build(task, heads, found)) for found in windows(lengths, max(1, room))]
+        style = replace(heads.style, layout="parallel", tail="longest")
+        papers = [self._build(task, replace(heads, style=style), everything) for task in queries]
+        room = self.runner.info.context_tokens - self.answer_tokens(heads)
+        room -= max(paper.prefix_end + paper.length - paper.tail_start for paper in papers)
+        lengths = [block.length + _LABEL_TOKENS for block in papers[0].blocks]
+        return [self._part(queries, heads, found) for found in windows(lengths, max(1, room))]
+
+    def _part(self, queries: Sequence[Task], heads: HeadSet, documents: range) -> Part:
+        asked, *null = (self._build(task, heads, documents) for task in queries)
+        return Part(documents, asked, null[0] if null else None)
 
     def _voters(self, heads: HeadSet, layouts: Sequence[PromptLayout]) -> tuple[HeadId, ...]:
         """The heads that see the whole of every prompt: behind a shorter window a document would look unread.
@@ -260,7 +280,7 @@ class HeadReranker:
         Raises InputTooLong (field `documents`) when none does.
         """
         sliding = self.runner.info.windows
-        needed = self._answer_tokens(heads) + max(
+        needed = self.answer_tokens(heads) + max(
             layout.tail_position + layout.length - layout.tail_start for layout in layouts
         )
         seeing = tuple(head for head in heads.heads if (sliding[head.layer] or needed) >= needed)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from headbank.errors import BankError
-from headbank.numerics.evidence import combine, log_odds, platt, standardise
+from headbank.numerics.evidence import MASS_FLOOR, combine, log_odds, platt, standardise
 from headbank.numerics.icr import icr_scores
 from headbank.numerics.spans import span_mean
 from headbank.numerics.voting import vote_order
@@ -108,12 +108,13 @@ def merge(parts: Sequence[tuple[Sequence[int], Reading]]) -> Reading:
     lengths = torch.zeros(n_documents, dtype=torch.long)
     for indices, reading in parts:
         assert reading.token_mass is not None
-        odds = reading.token_mass / reading.reference[:, None]
+        reference = reading.reference[:, None].clamp(min=MASS_FLOOR)
+        odds = reading.token_mass / reference
         for index, span in zip(indices, reading.spans(), strict=True):
             tokens[index].append(odds[:, span.start : span.end])
             lengths[index] = span.length
             if reading.null_mass is not None:
-                null = reading.null_mass / reading.reference[:, None]
+                null = reading.null_mass / reference
                 nulls[index].append(null[:, span.start : span.end])
     means = [torch.stack(found).mean(0) for found in tokens]
     null_means = [torch.stack(found).mean(0) for found in nulls if found]

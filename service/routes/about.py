@@ -1,6 +1,6 @@
 """`GET /v1/models` and `/info`: what is served, and within which limits."""
 
-from typing import Annotated, get_args
+from typing import Annotated
 
 from fastapi import APIRouter, Depends
 from fastapi.security import HTTPBearer
@@ -8,9 +8,18 @@ from starlette.requests import Request
 
 import headbank
 from headbank.errors import EngineUnavailable
+from headbank.types import View
 from service.auth import check_key
-from service.schemas import ErrorResponse, HeadSetInfo, Info, Limits, ServedModel, ServedModels
-from service.settings import Method
+from service.engine import EngineInfo
+from service.schemas import (
+    ErrorResponse,
+    HeadSetInfo,
+    Info,
+    Limits,
+    ServedModel,
+    ServedModels,
+    ServedView,
+)
 from service.state import State, state_of
 
 
@@ -18,6 +27,11 @@ def _authorised(request: Request) -> State:
     state = state_of(request)
     check_key(request, state.settings.api_keys)
     return state
+
+
+def _views(engine: EngineInfo) -> dict[View, ServedView]:
+    layouts = {heads.name: heads.style.layout for heads in engine.head_sets}
+    return {view: ServedView(head_set=name, layout=layouts[name]) for view, name in engine.defaults.items()}
 
 
 router = APIRouter(
@@ -30,7 +44,14 @@ router = APIRouter(
 @router.get("/v1/models")
 async def models(state: Annotated[State, Depends(_authorised)]) -> ServedModels:
     """The served model, as OpenAI's clients list it."""
-    return ServedModels(data=[ServedModel(id=state.settings.model_name, created=int(state.started))])
+    engine = state.worker.info
+    served = ServedModel(
+        id=state.settings.model_name,
+        created=int(state.started),
+        methods=[] if engine is None else list(engine.methods),
+        views={} if engine is None else _views(engine),
+    )
+    return ServedModels(data=[served])
 
 
 @router.get("/info", responses={503: {"model": ErrorResponse, "description": "Engine not loaded yet"}})
@@ -47,22 +68,23 @@ async def info(state: Annotated[State, Depends(_authorised)]) -> Info:
         model_type={"reranker": {"id2label": {}, "label2id": {}}},
         max_concurrent_requests=settings.queue_requests,
         max_input_length=settings.max_tokens_per_doc,
-        max_batch_tokens=engine.model.context_tokens,
-        max_batch_requests=1,
+        max_batch_tokens=settings.batch_tokens,
+        max_batch_requests=None,
         max_client_batch_size=settings.max_documents,
         auto_truncate=True,
         tokenization_workers=1,
         version=headbank.__version__,
         sha=None,
         docker_label=None,
-        layout=engine.layout,
-        methods=list(get_args(Method)),
+        methods=list(engine.methods),
         default_method=settings.default_method,
         default_view=settings.default_view,
+        views=_views(engine),
         head_sets=[
             HeadSetInfo(
                 name=heads.name,
                 view=heads.view,
+                layout=heads.style.layout,
                 heads=[str(head) for head in heads.heads],
                 default_aggregation=heads.default_aggregation,
                 strict_experts=heads.strict_experts,

@@ -133,6 +133,16 @@ def test_prompts_share_what_stands_at_one_place_after_the_same_tokens() -> None:
     assert [n.ids for n in parallel.nodes] == [(1, 2, 3), (4,), (5,), asked, (6,), asked, asked]
 
 
+@pytest.mark.parametrize("documents", [None, DocumentCache(1 << 20)])
+def test_another_prefix_of_the_same_length_shares_nothing(documents: DocumentCache | None) -> None:
+    graph = PromptGraph(documents, 1)
+    one = layout([(4,)], PARALLEL)
+    add(graph, one)
+    add(graph, PromptLayout(**{**vars(one), "ids": (1, 2, 30, *one.ids[3:])}))
+    asked = (9, 8, 7, 6)
+    assert [n.ids for n in graph.nodes] == [(1, 2, 3), (4,), asked, (1, 2, 30), (4,), asked]
+
+
 def test_only_the_tokens_of_the_query_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = layout([(4,)], JOINT, tail=(9, *range(20, 27), 6))
     for size, expected in ((100, [[1, 2, 3, 4, 5, 6, 7]]), (3, [[1, 2], [0, 1, 2], [0, 1]]), (1, [[0]] * 7)):

@@ -123,6 +123,13 @@ def test_a_stretch_that_sees_less_is_not_joined() -> None:
     assert shape_of(Pass([a, b, c], [], None, CPU)) == [[5], [4]]
 
 
+def test_stretches_at_different_positions_are_not_one_batch() -> None:
+    prefix = node(2)
+    same = [node(5, 2, prefix), node(5, 3, prefix), node(5, 2, prefix)]
+    packed = Pass([prefix, *same], [], None, CPU)
+    assert sorted(shape_of(packed), key=len) == [[2], [5], [5, 5]]
+
+
 def test_documents_of_like_length_form_padded_batches() -> None:
     prefix = node(2)
     documents = [node(n, 2, prefix) for n in (3, 10, 9, 1, 10)]

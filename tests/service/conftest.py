@@ -10,7 +10,8 @@ import uvicorn
 
 from headbank.errors import HeadRankError
 from service.app import create_app
-from service.engine import answer, load_engine
+from service.engine import isolated
+from service.loading import load_engine
 from service.settings import Settings
 from service.worker import Worker
 from tests.service.engines import ScriptedEngine, load_scripted
@@ -31,7 +32,7 @@ class InlineWorker(Worker):
 
     async def submit(self, job):
         self.jobs.append(job)
-        result = answer(self._engine, job)
+        [result] = isolated(self._engine.rank_many, [job])
         if isinstance(result, HeadRankError):
             raise result
         return result

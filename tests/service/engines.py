@@ -5,9 +5,9 @@ import signal
 import time
 from pathlib import Path
 
-from headbank.errors import BankMismatch, InputTooLong, NonFiniteScore
+from headbank.errors import BankMismatch, HeadRankError, InputTooLong, NonFiniteScore
 from headbank.types import HeadId, HeadSet, ModelInfo, Ranking
-from service.engine import EngineInfo, Job
+from service.engine import CacheCounts, EngineInfo, Job
 from service.settings import Settings
 
 INFO = EngineInfo(
@@ -27,9 +27,10 @@ INFO = EngineInfo(
         norm_hashes=("n",),
         dtype="float32",
     ),
-    layout="joint",
     device="cpu",
-    head_sets=(HeadSet("expert.query", "query", (HeadId(0, 0),), "borda", 1),),
+    head_sets=(HeadSet("expert.query.joint", "expert", "query", (HeadId(0, 0),), "borda"),),
+    defaults={"query": "expert.query.joint"},
+    methods=("heads", "icr", "fusion", "llm", "bm25", "dense"),
 )
 
 
@@ -38,18 +39,34 @@ class AcceleratorError(RuntimeError):
 
 
 class ScriptedEngine:
-    """Does what the first word of the query says; longer documents rank first."""
+    """Does what the first word of each query says; longer documents rank first."""
 
     info = INFO
 
     def __init__(self, log: Path | None = None):
         self._log = log
+        self._answered = 0
 
-    def rank(self, job: Job) -> Ranking:
-        verb, _, argument = job.query.partition(" ")
+    @property
+    def cache(self):
+        """A hit for every ranking, and one document."""
+        return CacheCounts(hits=self._answered, misses=1, device_bytes=7, host_bytes=5, documents=1)
+
+    def rank_many(self, jobs):
         if self._log is not None:
             with self._log.open("a") as file:
-                file.write(job.query + "\n")
+                file.write(" | ".join(job.query for job in jobs) + "\n")
+        return [self._result(job) for job in jobs]
+
+    def _result(self, job):
+        try:
+            return self._rank(job)
+        except HeadRankError as error:
+            return error
+
+    def _rank(self, job: Job) -> Ranking:
+        verb, _, argument = job.query.partition(" ")
+        self._answered += 1
         if verb == "sleep":
             time.sleep(float(argument.split()[0]))
         elif verb == "die":

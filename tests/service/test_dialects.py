@@ -1,17 +1,22 @@
 """Bodies in, bodies out: every dialect over the fake engine."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
-from service.engine import RerankEngine
+from headbank.models.fake import FAKE_HEAD_SETS, FakeRunner
+from service.engine import CacheCounts, RerankEngine
+from service.methods import Methods
 from service.schemas import (
     ErrorResponse,
     Info,
     RerankResponse,
     ServedModels,
 )
-from tests.service.engines import ScriptedEngine
+from service.settings import Settings
+from tests.service.engines import INFO, ScriptedEngine
+from tests.support.banks import bank_of_sets
 
 QUERY = "capital of France"
 DOCUMENTS = ["Berlin is in Germany.", "The capital of France is Paris.", "France is large."]
@@ -40,8 +45,8 @@ def test_cohere_answer_in_full(wire, path):
     assert response.status_code == 200
     body = response.json()
     tokens = body["usage"]["prompt_tokens"]
-    # 6 fixed words before, 3 labels of 3, 5 + 7 + 4 tokens of documents, 4 fixed words and 3 of the query.
-    assert tokens == 8 + 9 + 16 + 4 + 3
+    # 8 fixed words before, 3 labels of 2, 5 + 7 + 4 tokens of documents, 4 fixed words and 3 of the query.
+    assert tokens == 8 + 6 + 16 + 4 + 3
     assert body == {
         "id": response.headers["x-request-id"],
         "object": "list",
@@ -118,7 +123,14 @@ def test_top_k_is_an_alias(wire):
             "return_len": "true",
         },
         {"return_documents": "false", "max_tokens_per_doc": 4096},
-        {"method": None, "view": None, "aggregation": None, "explain": None},
+        {
+            "method": None,
+            "view": None,
+            "layout": None,
+            "aggregation": None,
+            "raw_scores": None,
+            "explain": None,
+        },
     ],
 )
 def test_what_clients_add_changes_nothing(wire, path, extra):
@@ -216,9 +228,19 @@ def test_wrong_documents_are_named_by_position(wire, path, documents, rank_field
             "return_documents: Input should be a valid boolean, unable to interpret input",
         ),
         ({"max_tokens_per_doc": 0}, 422, "max_tokens_per_doc: Input should be greater than or equal to 1"),
-        ({"method": "magic"}, 422, "method: Input should be 'heads', 'bm25' or 'dense'"),
+        (
+            {"method": "magic"},
+            422,
+            "method: Input should be 'heads', 'icr', 'fusion', 'llm', 'bm25' or 'dense'",
+        ),
         ({"view": "side"}, 422, "view: Input should be 'query' or 'response'"),
-        ({"aggregation": "sum"}, 422, "aggregation: Input should be 'borda', 'rrf' or 'share'"),
+        ({"layout": "pile"}, 422, "layout: Input should be 'joint' or 'parallel'"),
+        (
+            {"aggregation": "sum"},
+            422,
+            "aggregation: Input should be 'borda', 'rrf', 'share', 'evidence' or 'calibrated'",
+        ),
+        ({"raw_scores": 7}, 422, "raw_scores: Input should be a valid boolean, unable to interpret input"),
         ({"explain": 7}, 422, "explain: Input should be a valid boolean, unable to interpret input"),
         ({"model": 3}, 422, "model: Input should be a valid string"),
     ],
@@ -248,15 +270,48 @@ def test_our_extras(wire):
         {"view": "response"},
         {"aggregation": "share"},
         {"aggregation": "rrf", "view": "query", "method": "heads"},
+        {"aggregation": "evidence", "layout": "joint"},
+        {"aggregation": "calibrated", "layout": "parallel"},
+        {"method": "icr"},
+        {"method": "icr", "layout": "parallel", "aggregation": "share"},
+        {"method": "llm"},
     ):
         response = app.post("/v2/rerank", {"query": QUERY, "documents": DOCUMENTS} | change)
         assert indices(response)[0] == 1
         assert response.json()["meta"]["method"] == change.get("method", "heads")
-    assert [(j.method, j.options.view, j.options.aggregation) for j in app.worker.jobs] == [
-        ("bm25", "query", None),
-        ("heads", "response", None),
-        ("heads", "query", "share"),
-        ("heads", "query", "rrf"),
+    options = [(j.method, j.options.view, j.options.layout, j.options.aggregation) for j in app.worker.jobs]
+    assert options == [
+        ("bm25", "query", None, None),
+        ("heads", "response", None, None),
+        ("heads", "query", None, "share"),
+        ("heads", "query", None, "rrf"),
+        ("heads", "query", "joint", "evidence"),
+        ("heads", "query", "parallel", "calibrated"),
+        ("icr", "query", None, None),
+        ("icr", "query", "parallel", "share"),
+        ("llm", "query", None, None),
+    ]
+
+
+@pytest.mark.parametrize("method", ["heads", "bm25"])
+@pytest.mark.parametrize("path", COHERE)
+def test_raw_scores_are_on_an_open_scale_in_the_same_order(wire, path, method):
+    body = {"query": QUERY, "documents": DOCUMENTS, "method": method, "aggregation": "evidence"}
+    plain, raw = (wire().post(path, body | more).json()["results"] for more in ({}, {"raw_scores": True}))
+    assert [r["index"] for r in plain] == [r["index"] for r in raw] == ORDER
+    if method == "bm25":
+        expected = [r["relevance_score"] / (r["relevance_score"] + 10) for r in raw]
+    else:  # The fake's bank has a = 1 and b = 0.
+        expected = [1 / (1 + math.exp(-r["relevance_score"])) for r in raw]
+    assert [r["relevance_score"] for r in plain] == pytest.approx(expected)
+
+
+def test_raw_scores_of_a_vote_are_its_scores(wire):
+    body = {"query": QUERY, "documents": DOCUMENTS, "aggregation": "borda", "raw_scores": True}
+    assert [r["relevance_score"] for r in wire().post("/v1/rerank", body).json()["results"]] == [
+        1.0,
+        0.5,
+        0.0,
     ]
 
 
@@ -271,6 +326,17 @@ def test_defaults_come_from_the_settings(wire):
         ("bm25", "response", 9),
         ("bm25", "response", 9),
     ]
+
+
+def test_icr_keeps_to_the_view_it_has(wire):
+    app = wire(default_view="response")
+    for change in ({}, {"method": "icr"}, {"method": "icr", "view": "query"}):
+        assert indices(app.post("/v1/rerank", {"query": QUERY, "documents": DOCUMENTS} | change))[0] == 1
+    assert [j.options.view for j in app.worker.jobs] == ["response", "query", "query"]
+    asked = {"query": QUERY, "documents": DOCUMENTS, "method": "icr", "view": "response"}
+    assert problem(app.post("/v1/rerank", asked), 422)[1] == "view"
+    app = wire(default_view="response", default_method="icr")
+    assert app.post("/rerank", {"query": QUERY, "texts": DOCUMENTS}).json()[0]["index"] == 1
 
 
 def test_explain(wire):
@@ -336,34 +402,118 @@ def test_texts_elsewhere_are_no_documents(wire):
 # The other routes
 
 
+VIEWS_OF_THE_FAKE = {
+    "query": {"head_set": "expert.query.parallel", "layout": "parallel"},
+    "response": {"head_set": "expert.response.parallel", "layout": "parallel"},
+}
+
+
 def test_info_is_what_tei_clients_read_and_tells_limits_and_heads(wire):
-    info = wire(max_documents=7, max_tokens_per_doc=33).get("/info").json()
+    info = wire(max_documents=7, max_tokens_per_doc=33, batch_tokens=99).get("/info").json()
     Info.model_validate(info, extra="forbid")
     assert next(iter(info["model_type"])) == "reranker"
     assert (info["model_id"], info["max_client_batch_size"], info["max_input_length"]) == ("fake", 7, 33)
     assert info["limits"]["max_documents"] == 7
-    assert [(h["view"], h["heads"]) for h in info["head_sets"]] == [
-        ("query", ["L2H1"]),
-        ("response", ["L2H1"]),
+    assert info["max_batch_tokens"] == 99
+    assert [(h["name"], h["view"], h["layout"], h["heads"]) for h in info["head_sets"]] == [
+        ("expert.query.parallel", "query", "parallel", ["L2H1"]),
+        ("expert.query.joint", "query", "joint", ["L2H1"]),
+        ("expert.response.parallel", "response", "parallel", ["L2H1"]),
+        ("expert.response.joint", "response", "joint", ["L2H1"]),
     ]
-    assert info["methods"] == ["heads", "bm25", "dense"]
+    assert info["views"] == VIEWS_OF_THE_FAKE
+    assert info["methods"] == ["heads", "icr", "llm", "bm25", "dense"]
 
 
 def test_models(wire):
     body = wire(served_model_name="mine").get("/v1/models").json()
     ServedModels.model_validate(body, extra="forbid")
-    assert [model["id"] for model in body["data"]] == ["mine"]
+    [model] = body["data"]
+    assert model["id"] == "mine"
+    assert model["views"] == VIEWS_OF_THE_FAKE
+    assert model["methods"] == ["heads", "icr", "llm", "bm25", "dense"]
 
 
-def test_view_without_heads_in_the_bank_is_the_callers_error(fake_engine, wire):
-    query_only = replace(fake_engine.info, head_sets=fake_engine.info.head_sets[:1])
-    app = wire(RerankEngine(query_only, fake_engine._rerankers, lambda: None))
-    body = {"query": QUERY, "documents": DOCUMENTS, "view": "response"}
-    assert problem(app.post("/v2/rerank", body), 422) == (
-        "view: the head bank has no heads for this view",
-        "view",
-    )
-    assert app.post("/v2/rerank", body | {"method": "bm25"}).status_code == 200
+def test_models_while_none_is_loaded(wire):
+    app = wire(served_model_name="later")
+    app.worker.info = None
+    [model] = app.get("/v1/models").json()["data"]
+    assert (model["id"], model["methods"], model["views"]) == ("later", [], {})
+    assert app.get("/info").status_code == 503
+
+
+QUERY_JOINT = FAKE_HEAD_SETS[0]
+
+
+def engine_of(head_sets, **options):
+    """The fake model with a bank of these head sets."""
+    runner = FakeRunner()
+    settings = Settings(model="fake", **options)
+    methods = Methods(runner, bank_of_sets(runner.info, head_sets), settings, lambda model: None)
+    return RerankEngine(replace(INFO, methods=methods.names), methods.choose)
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "message"),
+    [
+        ({"view": "response"}, {}, "view: the head bank has no heads for the view response"),
+        (
+            {"layout": "parallel"},
+            {},
+            "layout: the head bank has no heads for the view query in parallel, only in joint",
+        ),
+        (
+            {"aggregation": "evidence"},
+            {},
+            "aggregation: evidence was not fitted for the head set expert.query.joint",
+        ),
+        (
+            {"aggregation": "evidence", "method": "icr"},
+            {},
+            "aggregation: evidence was not fitted for the method icr",
+        ),
+        ({"method": "fusion"}, {}, "method: the head bank has no fusion; /info lists the methods there are"),
+        ({"view": "response"}, {"views": "query"}, "view: response is not served (setting views)"),
+        (
+            {"method": "icr"},
+            {"views": "query"},
+            "method: icr is not served, it needs all layers (setting views)",
+        ),
+        (
+            {"method": "llm"},
+            {"views": "query"},
+            "method: llm is not served, it needs all layers (setting views)",
+        ),
+    ],
+)
+def test_what_the_bank_or_the_settings_do_not_offer_is_the_callers_error(wire, change, options, message):
+    app = wire(engine_of([replace(QUERY_JOINT, z_mean=(), z_std=())], **options))
+    body = {"query": QUERY, "documents": DOCUMENTS}
+    assert problem(app.post("/v2/rerank", body | change), 422) == (message, message.partition(":")[0])
+    assert app.post("/v2/rerank", body).status_code == 200
+    if "method" not in change:
+        # What only heads have is no matter for the others.
+        assert app.post("/v2/rerank", body | change | {"method": "bm25"}).status_code == 200
+
+
+def test_metrics_of_batches_and_of_the_document_cache(wire):
+    app = wire(ScriptedEngine())
+    app.worker.on_batch(3, 700)
+    app.worker.cache = CacheCounts(hits=5, misses=2, device_bytes=640, host_bytes=64, documents=4)
+    text = app.get("/metrics").text
+    for line in (
+        'headrank_batch_requests_bucket{le="2.0"} 0.0',
+        'headrank_batch_requests_bucket{le="4.0"} 1.0',
+        "headrank_batch_requests_sum 3.0",
+        'headrank_batch_tokens_bucket{le="512.0"} 0.0',
+        "headrank_batch_tokens_sum 700.0",
+        "headrank_document_cache_hits_total 5.0",
+        "headrank_document_cache_misses_total 2.0",
+        'headrank_document_cache_bytes{tier="device"} 640.0',
+        'headrank_document_cache_bytes{tier="host"} 64.0',
+        "headrank_document_cache_documents 4.0",
+    ):
+        assert line in text.splitlines(), line
 
 
 def test_metrics_count_requests_work_and_errors(wire):

@@ -1,109 +1,138 @@
-"""What lives in the child process, in this process."""
-
-import sys
-from types import SimpleNamespace
+"""What lives in the child process, in this process: batches, and what fails in them."""
 
 import pytest
 
-from headbank import bank as banks
-from headbank.errors import ModelError, NonFiniteScore
-from headbank.models.fake import FAKE_HEAD_SETS, FakeRunner
+from headbank.errors import InputError, NonFiniteScore
 from headbank.types import Ranking, RankOptions
-from service.engine import Job, RerankEngine, answer, load_engine
-from service.settings import Settings
-from tests.service.engines import INFO
+from service.engine import CacheCounts, DeviceLost, Job, RerankEngine, isolated
+from service.errors import InternalError
+from tests.service.engines import INFO, AcceleratorError
 
 
-def job(method):
-    return Job("id", method, "q", ("a",), RankOptions())
+def job(query="q", method="heads", view="query"):
+    return Job(f"id-{query}", method, query, ("a",), RankOptions(view=view))
 
 
-class Fixed:
-    name = "fixed"
+class Alone:
+    """Ranks one task at a time; the query says what happens."""
 
-    def __init__(self, *scores):
-        self._scores = scores
+    name = "alone"
+
+    def __init__(self):
+        self.seen = []
 
     def rank(self, query, documents, options):
-        return Ranking(self._scores, tuple(range(len(self._scores))), "heads")
+        self.seen.append(query)
+        return result_of(query)
 
 
-def test_real_models_are_loaded_as_the_settings_say(monkeypatch, tmp_path):
-    asked = []
+class Sharing(Alone):
+    """Ranks tasks together."""
 
-    def load_runner(model, **options):
-        asked.append((model, options))
-        return FakeRunner()
-
-    stub = SimpleNamespace(load_runner=load_runner, default_device=lambda: "cuda")
-    monkeypatch.setitem(sys.modules, "headbank.models.loading", stub)
-    banks.write(banks.Bank(FakeRunner().info, "joint", {s.name: s for s in FAKE_HEAD_SETS}, {}, {}), tmp_path)
-    settings = Settings(model="some/model", bank=tmp_path, dtype="bfloat16", device="auto", threads=3)
-    engine = load_engine(settings)
-    assert asked == [("some/model", {"dtype": "bfloat16", "device": "auto", "threads": 3})]
-    assert engine.info.device == "gpu"
-    assert [s.name for s in engine.info.head_sets] == ["expert.query", "expert.response"]
-    assert load_engine(settings.model_copy(update={"device": "cpu"})).info.device == "cpu"
+    def rank_many(self, tasks):
+        self.seen.append([task.query for task in tasks])
+        return [result_of(task.query) for task in tasks]
 
 
-def test_response_tokens_reach_the_model(monkeypatch):
-    seen = []
-    capture = FakeRunner.capture
-
-    def watched(self, layout, **options):
-        seen.append(options["max_new_tokens"])
-        return capture(self, layout, **options)
-
-    monkeypatch.setattr(FakeRunner, "capture", watched)
-    load_engine(Settings(model="fake", response_tokens=5, warm_up=False))
-    assert seen == []
-    load_engine(Settings(model="fake", response_tokens=5))
-    assert seen == [5, 5]
+def result_of(query):
+    verb, _, score = query.partition(" ")
+    if verb == "bug":
+        raise ValueError(f"about {query}")
+    if verb == "device":
+        raise AcceleratorError("illegal memory access")
+    if verb == "refuse":
+        raise InputError("documents", "cannot be read together")
+    return Ranking((float(score or 0.5),), (0,), "m", raw_scores=(float("nan"),) if verb == "raw" else None)
 
 
-def test_warm_up_warns_when_the_known_answer_is_not_first(monkeypatch, caplog):
-    load_engine(Settings(model="fake"))
-    assert caplog.text == ""
-    monkeypatch.setattr("service.engine._EXAMPLE_QUERY", "Bananas grow where?")
-    load_engine(Settings(model="fake"))
-    assert "view query ranks document 2 of the warm-up example first, not 1" in caplog.text
-    assert "view response" in caplog.text
+def engine_of(**rerankers):
+    def choose(job):
+        if job.method not in rerankers:
+            raise InputError("method", "is not there")
+        return rerankers[job.method]
+
+    return RerankEngine(INFO, choose)
 
 
-def test_dense_is_loaded_once_at_first_use():
-    loads = []
-
-    def load():
-        loads.append(1)
-        return Fixed(0.25)
-
-    engine = RerankEngine(INFO, {"heads": Fixed(0.75)}, load)
-    assert engine.rank(job("heads")).scores == (0.75,)
-    assert loads == []
-    assert [engine.rank(job("dense")).scores for _ in range(3)] == [(0.25,)] * 3
-    assert loads == [1]
+def kinds(results):
+    return [type(result).__name__ for result in results]
 
 
-def test_dense_that_cannot_be_loaded_fails_its_requests_only_and_fast(monkeypatch):
-    loads = []
+def test_jobs_of_a_method_and_view_share_and_results_keep_the_order_of_the_jobs():
+    heads, icr, bm25 = Sharing(), Sharing(), Alone()
+    jobs = [
+        job("rank 0.1"),
+        job("rank 0.2", "bm25"),
+        job("rank 0.3", "icr"),
+        job("rank 0.4", view="response"),
+        job("rank 0.5", "dense"),
+        job("rank 0.6"),
+        job("rank 0.7", "bm25"),
+    ]
+    results = engine_of(heads=heads, icr=icr, bm25=bm25).rank_many(jobs)
+    assert [r.scores[0] for r in results if isinstance(r, Ranking)] == [0.1, 0.2, 0.3, 0.4, 0.6, 0.7]
+    assert isinstance(results[4], InputError)
+    assert heads.seen == [["rank 0.1", "rank 0.6"], ["rank 0.4"]]
+    assert icr.seen == [["rank 0.3"]]
+    assert bm25.seen == ["rank 0.2", "rank 0.7"]
 
-    def load():
-        loads.append(1)
-        raise ModelError("the embedding model cannot be loaded")
 
-    engine = RerankEngine(INFO, {"heads": Fixed(0.75)}, load)
-    for _ in range(3):
-        with pytest.raises(ModelError, match="cannot be loaded"):
-            engine.rank(job("dense"))
-    assert loads == [1]
-    assert engine.rank(job("heads")).scores == (0.75,)
-    monkeypatch.setattr("service.engine.DENSE_RETRY_S", 0.0)
-    with pytest.raises(ModelError):
-        engine.rank(job("dense"))
-    assert loads == [1, 1]
+def test_no_jobs_have_no_results():
+    assert engine_of(heads=Sharing()).rank_many([]) == []
 
 
-@pytest.mark.parametrize("score", [float("nan"), float("inf"), float("-inf")])
-def test_score_that_is_no_number_is_an_error(score):
-    result = answer(RerankEngine(INFO, {"heads": Fixed(0.5, score)}, lambda: None), job("heads"))
-    assert isinstance(result, NonFiniteScore)
+@pytest.mark.parametrize("verb", ["bug", "refuse"])
+def test_a_shared_pass_that_fails_is_tried_job_by_job_and_only_once(verb):
+    heads, bm25 = Sharing(), Alone()
+    jobs = [job("one"), job(verb), job("other", "bm25"), job("two")]
+    results = engine_of(heads=heads, bm25=bm25).rank_many(jobs)
+    kind = "InternalError" if verb == "bug" else "InputError"
+    assert kinds(results) == ["Ranking", kind, "Ranking", "Ranking"]
+    assert heads.seen == [["one", verb, "two"], ["one"], [verb], ["two"]]
+    assert bm25.seen == ["other"]
+
+
+def test_an_unforeseen_error_tells_the_log_where_and_the_caller_nothing(caplog):
+    [result] = engine_of(heads=Sharing()).rank_many([job("bug SECRET")])
+    assert isinstance(result, InternalError)
+    assert "about" not in str(result) + caplog.text
+    assert "id-bug" in caplog.text
+    assert "ValueError at" in caplog.text
+    assert "test_engine.py" in caplog.text
+
+
+def test_a_failed_device_computes_nothing_more():
+    heads, icr, bm25 = Sharing(), Sharing(), Alone()
+    jobs = [job("before", "bm25"), job("one"), job("device"), job("after", "icr")]
+    results = engine_of(heads=heads, icr=icr, bm25=bm25).rank_many(jobs)
+    assert kinds(results) == ["Ranking", "DeviceLost", "DeviceLost", "DeviceLost"]
+    assert heads.seen == [["one", "device"]]
+    assert icr.seen == []
+
+
+def test_a_device_that_fails_while_jobs_are_tried_alone_ends_the_trial():
+    tried = []
+
+    def rank(jobs):
+        tried.append([each.query for each in jobs])
+        if len(jobs) > 1:
+            raise ValueError
+        return [result_of(jobs[0].query)]
+
+    results = isolated(rank, [job("one"), job("device"), job("two")])
+    assert kinds(results) == ["Ranking", "DeviceLost", "DeviceLost"]
+    assert tried == [["one", "device", "two"], ["one"], ["device"]]
+    assert isinstance(results[1], DeviceLost)
+
+
+@pytest.mark.parametrize("query", ["rank nan", "rank inf", "rank -inf", "raw 0.5"])
+@pytest.mark.parametrize("reranker", [Alone, Sharing])
+def test_score_that_is_no_number_is_an_error_of_its_job_only(query, reranker):
+    results = engine_of(heads=reranker()).rank_many([job("one"), job(query)])
+    assert kinds(results) == ["Ranking", "NonFiniteScore"]
+    assert isinstance(results[1], NonFiniteScore)
+
+
+def test_counts_of_the_cache_are_handed_through():
+    assert engine_of().cache == CacheCounts()
+    assert RerankEngine(INFO, None, lambda: CacheCounts(hits=3)).cache.hits == 3

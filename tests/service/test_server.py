@@ -11,7 +11,7 @@ import cohere
 import httpx
 import pytest
 
-from service.engine import load_engine
+from service.loading import load_engine
 from service.settings import Settings
 from tests.service.conftest import live_server
 
@@ -43,9 +43,9 @@ def log(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def server(log):
-    """Engine that obeys the query; at most 4 requests wait."""
+    """Engine that obeys the query, one request at a time; at most 4 requests wait."""
     with live_server(
-        Settings(model="scripted", queue_requests=4, bank=log, max_body_bytes=1_000_000)
+        Settings(model="scripted", queue_requests=4, bank=log, max_body_bytes=1_000_000, batch_tokens=1)
     ) as live:
         yield live
 
@@ -68,7 +68,7 @@ def test_cohere_client_v2(cohere_client):
     assert [(r.index, r.relevance_score) for r in response.results] == [(1, 1.0), (2, 0.5)]
     assert response.id
     assert response.meta.api_version.version == "2"
-    assert response.meta.tokens.input_tokens == 40
+    assert response.meta.tokens.input_tokens == 37
     assert response.meta.billed_units.search_units == 1
     nulls = client.rerank(
         model="m", query=QUERY, documents=DOCUMENTS, top_n=None, max_tokens_per_doc=None, priority=1
@@ -112,9 +112,9 @@ def test_tei_call(fake_server):
 def test_context_that_overflows_is_the_callers_error_and_harms_nobody(cohere_client):
     client = cohere_client()
     with pytest.raises(cohere.core.ApiError) as raised:
-        client.rerank(model="m", query=QUERY, documents=["word " * 100] * 100)
+        client.rerank(model="m", query="word " * 3000, documents=DOCUMENTS)
     assert raised.value.status_code == 413
-    assert raised.value.body["error"]["param"] == "documents"
+    assert raised.value.body["error"]["param"] == "query"
     assert client.rerank(model="m", query=QUERY, documents=DOCUMENTS).results[0].index == 1
 
 

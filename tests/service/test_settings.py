@@ -15,8 +15,9 @@ from headbank import bank as banks
 from headbank.cli.serve import serve_command
 from headbank.errors import BankError
 from headbank.models.fake import FAKE_HEAD_SETS, FakeRunner
-from service.engine import load_engine
+from service.loading import load_engine
 from service.settings import Settings, env_name, flag_name, settings_table
+from tests.support.banks import bank_of_sets
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,7 +49,8 @@ def test_every_setting_is_described_and_has_a_flag_and_a_variable(served):
         assert f"| `{flag_name(name)}` | `{env_name(name)}` |" in table
         assert field.description in table
     assert "[default: (1000)]" in text
-    assert "heads|bm25|dense" in text
+    assert "heads|icr|fusion|llm|bm25|dense" in text
+    assert "both|query" in text
     assert "--no-warm-up" in text
 
 
@@ -85,6 +87,10 @@ def test_flags_go_before_variables(served):
         ("--model", ""),
         ("--log-level", "loud"),
         ("--response-tokens", "1000"),
+        ("--batch-tokens", "0"),
+        ("--document-cache-bytes", "-1"),
+        ("--host-cache-bytes", "much"),
+        ("--views", "response"),
     ],
 )
 def test_wrong_values_name_flag_and_variable(served, flag, value):
@@ -94,6 +100,23 @@ def test_wrong_values_name_flag_and_variable(served, flag, value):
         assert result.exit_code == 2
         text = " ".join(result.output.replace("│", " ").split())
         assert f"{flag} ({env_name(name)}): " in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--default-view", "response"), "query does not serve the default_view response"),
+        (("--default-method", "llm"), "query does not serve the default_method llm"),
+        (("--default-method", "icr"), "query does not serve the default_method icr"),
+    ],
+)
+def test_query_view_alone_does_not_go_with_defaults_that_need_the_whole_model(served, flags, message):
+    assert served(*flags)[0] is not None
+    settings, result = served("--views", "query", *flags)
+    assert settings is None
+    assert result.exit_code == 2
+    text = " ".join(result.output.replace("│", " ").split())
+    assert f"--views (HEADRANK_VIEWS): Value error, {message}" in text
 
 
 def test_keys_are_secret():
@@ -122,8 +145,7 @@ def run_serve(*flags):
 
 def test_bank_of_another_model_stops_the_service_with_its_message(tmp_path):
     info = replace(FakeRunner().info, template_hash="older")
-    sets = {heads.name: heads for heads in FAKE_HEAD_SETS}
-    banks.write(banks.Bank(info, "joint", sets, {}, {}), tmp_path)
+    banks.write(bank_of_sets(info, FAKE_HEAD_SETS), tmp_path)
     result = run_serve("--bank", str(tmp_path))
     assert result.returncode == 1
     assert (
@@ -138,9 +160,9 @@ def test_missing_bank_is_said_so(tmp_path):
 
 
 def test_bank_without_heads_for_the_default_view_is_refused(tmp_path):
-    banks.write(
-        banks.Bank(FakeRunner().info, "joint", {s.name: s for s in FAKE_HEAD_SETS[:1]}, {}, {}), tmp_path
-    )
-    assert [s.view for s in load_engine(Settings(model="fake", bank=tmp_path)).info.head_sets] == ["query"]
-    with pytest.raises(BankError, match=r"no head set expert\.response"):
+    banks.write(bank_of_sets(FakeRunner().info, FAKE_HEAD_SETS[:1]), tmp_path)
+    info = load_engine(Settings(model="fake", bank=tmp_path)).info
+    assert [s.name for s in info.head_sets] == ["expert.query.joint"]
+    assert info.defaults == {"query": "expert.query.joint"}
+    with pytest.raises(BankError, match="no default heads for the default_view response; it has: query"):
         load_engine(Settings(model="fake", bank=tmp_path, default_view="response"))

@@ -20,7 +20,7 @@ def test_tei_answer_in_full(wire):
     headers = response.headers
     assert headers["x-compute-type"] == "cpu"
     assert headers["x-compute-characters"] == str(len(QUERY) + sum(map(len, DOCUMENTS)))
-    assert headers["x-compute-tokens"] == "40"
+    assert headers["x-compute-tokens"] == "37"
     for name in ("compute-time", "total-time", "tokenization-time", "queue-time", "inference-time"):
         assert headers[f"x-{name}"].isdigit()
 
@@ -42,6 +42,16 @@ def test_tei_options(wire):
         TeiRank.model_validate(rank, extra="forbid")
 
 
+def test_tei_raw_scores(wire):
+    body = {"query": QUERY, "texts": DOCUMENTS}
+    app = wire(default_method="bm25")
+    raw, plain = (
+        [r["score"] for r in app.post("/rerank", body | {"raw_scores": on}).json()] for on in (True, None)
+    )
+    assert raw[0] > 1
+    assert plain == [pytest.approx(s / (s + 10)) for s in raw]
+
+
 @pytest.mark.parametrize(
     ("change", "status", "error", "error_type"),
     [
@@ -52,6 +62,12 @@ def test_tei_options(wire):
         ({"texts": [{"text": "a"}]}, 422, "texts[0]: must be a string", "Validation"),
         ({"texts": "a"}, 422, "texts: Input should be a valid list", "Validation"),
         ({"texts": None}, 422, "texts: Field required", "Validation"),
+        (
+            {"raw_scores": "perhaps"},
+            422,
+            "raw_scores: Input should be a valid boolean, unable to interpret input",
+            "Validation",
+        ),
         (
             {"truncation_direction": "up"},
             422,

@@ -17,7 +17,7 @@ from headbank.errors import (
     NonFiniteScore,
 )
 from headbank.types import RankOptions
-from service.engine import Job
+from service.engine import CacheCounts, Job
 from service.errors import DeadlineExceeded, InternalError
 from service.settings import Settings
 from service.worker import Worker
@@ -41,7 +41,7 @@ async def until(condition, seconds=60.0):
 
 def with_worker(scenario, load=load_scripted, **options):
     async def run():
-        worker = Worker(Settings(model="scripted", **options), load)
+        worker = Worker(Settings(**{"model": "scripted", "batch_tokens": 1, **options}), load)
         await worker.start()
         try:
             await until(lambda: worker.state != "starting")
@@ -257,3 +257,94 @@ def test_stop_fails_what_still_waits():
         assert [type(r) for r in results] == [EngineUnavailable] * 3
 
     with_worker(scenario)
+
+
+# Batches
+
+
+def together(*queries, documents=("a", "ccc", "bb"), method="heads", **options):
+    """Results of requests that waited at the same time, while the engine was busy with another; and the worker."""
+
+    async def scenario(worker):
+        first = asyncio.create_task(worker.submit(job("sleep 0.3")))
+        await until(lambda: worker._busy)
+        jobs = [Job(f"id-{query}", method, query, documents, RankOptions()) for query in queries]
+        tasks = [asyncio.create_task(worker.submit(each)) for each in jobs]
+        await first
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        await until(lambda: worker.state == "ready")
+        return results, worker
+
+    return with_worker(scenario, **{"batch_tokens": 16384, **options})
+
+
+def computed(log):
+    return log.read_text().splitlines()
+
+
+def test_requests_that_wait_are_answered_together(tmp_path):
+    async def scenario(worker):
+        sizes = []
+        worker.on_batch = lambda *size: sizes.append(size)
+        first = asyncio.create_task(worker.submit(job("sleep 0.3")))
+        await until(lambda: worker._busy)
+        rest = [worker.submit(job(f"plain {n}", ("x" * n, "xxx", "xx"))) for n in (1, 4, 2)]
+        answers = await asyncio.gather(*rest)
+        await first
+        return [answer.order for answer in answers], sizes
+
+    orders, sizes = with_worker(scenario, bank=tmp_path / "log", batch_tokens=16384)
+    assert orders == [(1, 2, 0), (0, 1, 2), (1, 0, 2)]
+    assert computed(tmp_path / "log") == ["sleep 0.3", "plain 1 | plain 4 | plain 2"]
+    # 64 tokens of a prompt, 2 or 3 of the query, 8 and 1 of each of 3 documents.
+    assert sizes == [(1, 64 + 3 + 27), (3, 3 * (64 + 2 + 27))]
+
+
+def test_a_batch_ends_where_the_next_does_not_fit(tmp_path):
+    together("one", "two", "three", bank=tmp_path / "log", batch_tokens=200)
+    assert computed(tmp_path / "log") == ["sleep 0.3", "one | two", "three"]
+
+
+def test_a_writing_request_goes_alone(tmp_path):
+    together("one", "two", method="llm", bank=tmp_path / "log")
+    assert computed(tmp_path / "log") == ["sleep 0.3", "one", "two"]
+
+
+def test_a_request_that_fails_harms_none_of_its_batch(tmp_path):
+    results, worker = together("plain", "bug", "nan", "long", "again", bank=tmp_path / "log")
+    assert [type(r).__name__ for r in results] == [
+        "Ranking",
+        "InternalError",
+        "NonFiniteScore",
+        "InputTooLong",
+        "Ranking",
+    ]
+    assert str(results[1]) == "internal error, request id-bug"
+    # Each once more, alone.
+    batch = ["plain", "bug", "nan", "long", "again"]
+    assert computed(tmp_path / "log") == ["sleep 0.3", " | ".join(batch), *batch]
+    assert worker.restarts == 0
+
+
+@pytest.mark.parametrize("verb", ["die", "device", "nonsense"])
+def test_a_request_that_ends_the_engine_harms_none_of_its_batch(verb, tmp_path):
+    results, worker = together("plain", verb, "again", bank=tmp_path / "log")
+    assert [type(r).__name__ for r in results] == ["Ranking", "EngineUnavailable", "Ranking"]
+    assert "while it worked on this request" in str(results[1])
+    assert worker.restarts == 2
+    assert computed(tmp_path / "log") == ["sleep 0.3", f"plain | {verb} | again", "plain", verb, "again"]
+
+
+def test_counts_of_the_cache_add_up_over_engines():
+    async def scenario(worker):
+        await worker.submit(job("plain"))
+        await worker.submit(job("plain"))
+        assert worker.cache == CacheCounts(hits=2, misses=1, device_bytes=7, host_bytes=5, documents=1)
+        os.kill(pid_of(worker), signal.SIGKILL)
+        await until(lambda: worker.restarts == 1)
+        assert worker.cache == CacheCounts(hits=2, misses=1)
+        await until(lambda: worker.state == "ready")
+        await worker.submit(job("plain"))
+        return worker.cache
+
+    assert with_worker(scenario) == CacheCounts(hits=3, misses=2, device_bytes=7, host_bytes=5, documents=1)
