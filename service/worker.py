@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Literal, TypeVar
+from typing import Literal
 
 from headbank.errors import EngineError, EngineOverloaded, EngineUnavailable, HeadRankError
 from headbank.types import Ranking
@@ -36,7 +36,7 @@ _END_S = 5.0
 _NEWEST_SHARE = 0.2
 """Weight of the newest job in the running mean of their seconds, from which Retry-After is estimated."""
 
-Answer = TypeVar("Answer")
+_OUT_OF_TURN = "the engine process answered out of turn"
 
 
 class EngineGone(Exception):
@@ -58,34 +58,34 @@ class _Child:
         process, self._pipe = await loop.run_in_executor(self._thread, _spawn, load, settings)
         self._process = process
         loop.add_reader(process.sentinel, self._on_exit)
-        return await self._exchange((), EngineInfo, settings.start_timeout_s)
+        answer = await self._exchange((), settings.start_timeout_s)
+        if isinstance(answer, HeadRankError):
+            raise answer
+        if not isinstance(answer, EngineInfo):
+            raise EngineGone(_OUT_OF_TURN)
+        return answer
 
     async def ask(self, jobs: Sequence[Job], timeout_s: float) -> Reply:
         """Have a batch answered. Raises EngineGone."""
-        reply = await self._exchange(jobs, Reply, timeout_s)
-        if len(reply.results) != len(jobs) or not all(
-            isinstance(r, Ranking | HeadRankError) for r in reply.results
-        ):
-            raise EngineGone("the engine process answered out of turn")
-        return reply
+        answer = await self._exchange(jobs, timeout_s)
+        if not isinstance(answer, Reply) or len(answer.results) != len(jobs):
+            raise EngineGone(_OUT_OF_TURN)
+        if not all(isinstance(result, Ranking | HeadRankError) for result in answer.results):
+            raise EngineGone(_OUT_OF_TURN)
+        return answer
 
-    async def _exchange(self, jobs: Sequence[Job], kind: type[Answer], timeout_s: float) -> Answer:
+    async def _exchange(self, jobs: Sequence[Job], timeout_s: float) -> object:
         assert self._pipe is not None
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await loop.run_in_executor(self._thread, _exchange, self._pipe, jobs)
+                return await loop.run_in_executor(self._thread, _exchange, self._pipe, jobs)
         except TimeoutError:
             raise EngineGone(f"the engine process gave no answer for {timeout_s:g} s") from None
         except (EOFError, OSError):
             raise EngineGone(await self.ended()) from None
         except Exception as error:
             raise EngineGone(f"the engine's answer cannot be read ({type(error).__name__})") from None
-        if isinstance(answer, HeadRankError):
-            raise answer
-        if not isinstance(answer, kind):
-            raise EngineGone("the engine process answered out of turn")
-        return answer
 
     def _on_exit(self) -> None:
         assert self._process is not None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from headbank.cli.calibrate import read_data, run_calibration
+from headbank.cli.calibrate import open_voters, read_data, run_calibration
 from headbank.data.synthetic import SYNTHETIC
 from headbank.errors import BankError, EngineError
 from headbank.types import VIEWS, PromptStyle, View
@@ -80,7 +80,9 @@ def _find_or_make(
     message = f"{model} has no head bank: calibrating on {samples} synthetic questions into {root}"
     typer.echo(message, err=True)
     runner = load_runner(model, dtype=dtype, device=device, threads=threads)
-    run_calibration(runner, read_data([SYNTHETIC], samples, seed=0), root, config)
+    # BM25 costs nothing, and lets `fusion` be served as well.
+    voters = open_voters(["bm25"], "", device)
+    run_calibration(runner, read_data([SYNTHETIC], samples, seed=0), root, config, voters=voters)
     return root
 
 

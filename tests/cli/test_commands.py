@@ -1,13 +1,8 @@
 """The commands, end to end on the fake engine: files in, tables and JSON out, errors in one line."""
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,31 +23,6 @@ def run(*arguments: str, stdin: str | None = None) -> str:
     result = CliRunner().invoke(app, list(arguments), input=stdin, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
-
-
-def questions(n: int) -> list[dict[str, Any]]:
-    animals = ["falcon", "otter", "badger", "heron", "lynx", "marten"]
-    return [
-        {
-            "id": f"q{i}",
-            "question": f"Where does the {animals[i % 6]} sleep?",
-            "answer": "tower",
-            "documents": [
-                {"text": f"The {animals[i % 6]} rests in cave number {i}.", "gold": True},
-                {"text": "Rivers carry cold water.", "gold": False},
-                {"text": "Bread is baked early.", "gold": False},
-                {"text": "Violins have four strings.", "gold": False},
-            ],
-        }
-        for i in range(n)
-    ]
-
-
-@pytest.fixture
-def data(tmp_path: Path) -> Path:
-    path = tmp_path / "questions.jsonl"
-    path.write_text("\n".join(map(json.dumps, questions(6))))
-    return path
 
 
 @pytest.mark.parametrize("method", ["heads", "bm25"])
@@ -121,19 +91,6 @@ def test_rerank_dump_has_the_documented_arrays(tmp_path: Path) -> None:
         (["rerank", "-q", "x", "--method", "magic"], "method: must be one of heads, bm25, dense"),
         (["rerank"], "query: is needed"),
         (["rerank", "-q", "x", "--method", "bm25", "--dump", "x.npz"], "dump: needs the method heads"),
-        (["calibrate", "--model", "fake", "--bank", "b", "--data", "no.jsonl"], "no.jsonl: cannot be read"),
-        (
-            ["calibrate", "--model", "fake", "--bank", "b", "--data", "no", "--methods", "x"],
-            "methods: must be",
-        ),
-        (
-            ["calibrate", "--model", "fake", "--bank", "b", "--data", "no", "--placements", "0"],
-            "placements: ",
-        ),
-        (
-            ["calibrate", "--model", "fake", "--bank", "b", "--data", "no", "--view", "x"],
-            "view: must be one of",
-        ),
         (["evaluate", "--data", "no", "--methods", "x"], "methods: must name at least one"),
         (["evaluate", "--data", "no", "--json", "no/folder/x.json"], "json: must name a file in a folder"),
         (
@@ -188,56 +145,6 @@ def test_an_error_is_one_line_and_exit_code_one(
         main()
     assert caught.value.code == 1
     assert capsys.readouterr().err.strip() == "error: missing.txt: cannot be read: No such file or directory"
-
-
-def test_calibrate_show_verify_plot_evaluate_and_rerank(tmp_path: Path, data: Path) -> None:
-    root = tmp_path / "banks"
-    out = run("calibrate", "--model", "fake", "--bank", str(root), "--data", str(data), "--placements", "all")
-    assert "6 samples used" in out
-    # The matching head passes in every placement and ranks first; the biased head only where golds stand first.
-    manifest = json.loads((root / "fake" / "manifest.json").read_text())
-    chosen = manifest["head_sets"]["expert.query"]
-    assert (chosen["heads"][0], chosen["strict_experts"]) == ([2, 1], 1)
-    assert manifest["training"]["capture"]["placements"] == 4
-    assert (root / "fake.query.png").stat().st_size > 10_000
-    assert "L2H1" in run("bank", "show", str(root))
-    run("bank", "verify", str(root), "--model", "fake")
-    results = tmp_path / "results.json"
-    out = run(
-        "evaluate", "--model", "fake", "--bank", str(root), "--data", str(data), "--methods", "heads,bm25",
-        "--k", "1", "--json", str(results), "--latency-questions", "1",
-    )  # fmt: skip
-    content = json.loads(results.read_text())
-    assert set(content["metrics"]) == {"heads (query)", "heads (response)", "bm25"}
-    assert content["metrics"]["bm25"]["P@1"]["mean"] == 1.0
-    assert content["heads"]["query"][0] == "L2H1"
-    assert "heads (query)" in out
-
-
-def test_a_killed_run_continues_to_the_same_bytes(tmp_path: Path) -> None:
-    data = tmp_path / "many.jsonl"
-    data.write_text("\n".join(map(json.dumps, questions(300))))
-
-    def arguments(root: Path) -> list[str]:
-        return ["calibrate", "--model", "fake", "--bank", str(root), "--data", str(data), "--view", "query"]
-
-    code = "from headbank.cli import main; main()"
-    process = subprocess.Popen([sys.executable, "-c", code, *arguments(tmp_path / "killed")], env=os.environ)
-    deadline = time.monotonic() + 120
-    while len(list((tmp_path / "killed").glob(".captures/*/*.safetensors"))) < 20:
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    done = len(list((tmp_path / "killed").glob(".captures/*/*.safetensors")))
-    assert done < 300, "the run was over before it could be killed"
-    assert not (tmp_path / "killed" / "fake").exists()
-    out = run(*arguments(tmp_path / "killed"))
-    assert f"({done} captured earlier)" in out
-    run(*arguments(tmp_path / "whole"))
-    for name in ("manifest.json", "maps.safetensors"):
-        assert (tmp_path / "killed/fake" / name).read_bytes() == (tmp_path / "whole/fake" / name).read_bytes()
 
 
 def test_a_model_without_a_bank_says_how_to_make_one(tmp_path: Path) -> None:

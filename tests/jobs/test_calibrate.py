@@ -1,4 +1,4 @@
-"""The calibration job on a model with planted heads: it finds the planted one, and survives being stopped."""
+"""The calibration job on a model with planted heads: every detector finds the planted one, whatever stops the job."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,36 +7,40 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from headbank import bank as banks
-from headbank.errors import BankError, DataError, NonFiniteScore
-from headbank.jobs.calibrate import Calibration, calibrate
-from headbank.jobs.capture import CaptureConfig, all_placements, capture_folder, capture_samples
-from headbank.jobs.placements import placement_order, placement_positions
-from headbank.jobs.select import SelectConfig, select, view_statistics
-from headbank.models.base import Capture
+from headbank.errors import BankError, DataError, InputError
+from headbank.jobs import calibrate as module
+from headbank.jobs.calibrate import CalibrateConfig, Calibration, calibrate, check_samples, eligible_layers
+from headbank.jobs.capture import CaptureConfig, capture_samples
+from headbank.models.base import Capture, CaptureRequest
 from headbank.models.hf import HFRunner
-from headbank.numerics.spans import span_mass
-from headbank.types import Document, HeadId, ModelInfo, Sample, View
-from tests.support.planted import planted_runner, planted_samples
+from headbank.types import Document, ModelInfo, PromptStyle, Sample, View
+from tests.jobs.shards import QUICK
+from tests.support.planted import BIASED, COPIER, PLANTED, planted_runner, planted_samples
 
-PLACEMENTS = 3
+JOINT_ONLY, PARALLEL_ONLY = (PromptStyle("joint"),), (PromptStyle("parallel"),)
+LAYOUTS = ("joint", "parallel")
+QUICK_CONFIG = CalibrateConfig(
+    views=("query",), placements=3, detectors=("expert",), response_tokens=2, selection=QUICK, curves=False
+)
 
 
-@pytest.fixture(scope="module")
-def planted() -> tuple[HFRunner, dict[str, HeadId]]:
-    return planted_runner()
-
-
-def run(runner: HFRunner, samples: Sequence[Sample], root: Path, **options: Any) -> Calibration:
+def run(
+    samples: Sequence[Sample],
+    root: Path,
+    runner: Any = None,
+    config: CalibrateConfig = QUICK_CONFIG,
+    **options: Any,
+) -> Calibration:
     return calibrate(
-        runner,
+        runner or planted_runner()[0],
         samples,
         root,
         data_name="planted.jsonl",
         data_hash="0" * 64,
-        placements=PLACEMENTS,
-        response_tokens=2,
+        config=config,
         **options,
     )
 
@@ -45,62 +49,166 @@ def bank_bytes(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
-def test_the_planted_head_is_the_only_expert(planted: Any, tmp_path: Path) -> None:
-    runner, heads = planted
-    result = run(runner, planted_samples(6), tmp_path, views=("query",), selection=SelectConfig(count=1))
-    expert = result.bank.maps["expert.query.expert"]
-    assert expert.nonzero().tolist() == [list(heads["planted"])]
-    assert result.bank.head_sets["expert.query"].heads == (heads["planted"],)
-    assert result.bank.head_sets["expert.query"].strict_experts == 1
-    frequency = result.bank.maps["expert.query.frequency"]
-    assert frequency[:, *heads["planted"]].tolist() == [1.0] * PLACEMENTS
-    # The head that looks at the first place finds golds that stand there, and no others.
-    assert frequency[0, *heads["biased"]] > 0
-    assert frequency[1:, *heads["biased"]].tolist() == [0.0] * (PLACEMENTS - 1)
+def oracle(sample: Sample) -> Tensor:
+    """A voter that knows the golds."""
+    return torch.tensor([float(document.gold) for document in sample.documents], dtype=torch.float64)
 
 
-def test_the_panel_is_filled_and_says_so(planted: Any, tmp_path: Path) -> None:
-    runner, heads = planted
-    result = run(runner, planted_samples(4), tmp_path, views=("query",), selection=SelectConfig(count=3))
-    chosen = result.bank.head_sets["expert.query"]
-    assert chosen.heads[0] == heads["planted"]
-    assert (len(chosen.heads), chosen.strict_experts) == (3, 1)
-    assert heads["biased"] not in chosen.heads
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    """Everything at once: all detectors, both layouts and views, a voter, curves."""
+    config = CalibrateConfig(placements=3, response_tokens=2, selection=QUICK)
+    root = tmp_path_factory.mktemp("banks")
+    return run(planted_samples(8), root, config=config, voters={"bm25": oracle})
 
 
-def test_held_out_metrics_of_the_planted_head_are_perfect(planted: Any, tmp_path: Path) -> None:
-    runner, _ = planted
-    result = run(runner, planted_samples(4), tmp_path, views=("query",), selection=SelectConfig(count=1, k=1))
-    dev = result.bank.head_sets["expert.query"].dev_metrics
-    assert dev["samples"] == 4
-    assert dev["aggregations"]["borda"]["MAP"] == {"mean": 1.0, "low": 1.0, "high": 1.0}  # type: ignore[index]
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("view", ["query", "response"])
+def test_the_planted_head_is_the_only_expert(whole: Calibration, view: View, layout: str) -> None:
+    name = f"expert.{view}.{layout}"
+    assert whole.bank.maps[f"{name}.expert"].nonzero().tolist() == [list(PLANTED)]
+    heads = whole.bank.head_sets[name]
+    assert (heads.heads[0], heads.strict_experts, len(heads.heads)) == (PLANTED, 1, QUICK.count)
+    frequency = whole.bank.maps[f"{name}.frequency"]
+    assert set(frequency[:, *PLANTED].tolist()) == {1.0}
+    assert len(frequency) == (3 if layout == "joint" else 1)
+    counts = whole.bank.training["counts"][name]
+    assert (counts["experts"], counts["best_worst_placement_frequency"]) == (1, 1.0)
 
 
-def test_shards_hold_the_masses_of_single_captures(planted: Any, tmp_path: Path) -> None:
-    runner, _ = planted
-    sample = planted_samples(1)[0]
-    config = CaptureConfig(PLACEMENTS, ("query", "response"), seed=5, response_tokens=2)
-    shard = capture_samples(runner, [sample], config, tmp_path)[0][0]
-    for p, position in enumerate(placement_positions(len(sample.distractors), PLACEMENTS)):
-        order = placement_order(sample, position, 5)
-        layout = runner.prompts.build(sample.question, [sample.documents[i].content for i in order])
-        alone = runner.capture(layout, views=config.views, max_new_tokens=2)
-        for view in config.views:
-            by_place = span_mass(alone.mass[view], layout.documents)
-            for place, index in enumerate(order):
-                torch.testing.assert_close(
-                    shard.mass[view][p, :, :, index].flatten().double(), by_place[:, place], atol=1e-6, rtol=0
-                )
-    assert shard.gold.tolist() == [document.gold for document in sample.documents]
+@pytest.mark.parametrize("view", ["query", "response"])
+def test_the_biased_head_finds_only_golds_that_stand_in_front(whole: Calibration, view: View) -> None:
+    frequency = whole.bank.maps[f"expert.{view}.joint.frequency"][:, *BIASED]
+    assert frequency[0] > 0.5
+    assert frequency[1:].tolist() == [0.0, 0.0]
+    assert whole.bank.maps[f"expert.{view}.joint.expert"][BIASED] == 0
 
 
-@pytest.mark.parametrize("stop_after", [1, 3])
-def test_a_stopped_job_continues_and_writes_the_same_bytes(
-    planted: Any, tmp_path: Path, stop_after: int
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("view", ["query", "response"])
+@pytest.mark.parametrize("detector", ["greedy", "contrastive", "qr", "weighted"])
+def test_every_detector_puts_the_planted_head_first(
+    whole: Calibration, detector: str, view: View, layout: str
 ) -> None:
-    runner, _ = planted
+    heads = whole.bank.head_sets[f"{detector}.{view}.{layout}"]
+    if detector == "greedy":
+        assert heads.heads == (PLANTED,)
+    elif detector == "weighted":
+        weights = dict(zip(heads.heads, heads.weights, strict=True))
+        assert max(weights, key=lambda head: weights[head]) == PLANTED
+        # The copier looks at content words, of which golds have fewer: it counts, the other way round.
+        assert {heads.heads[0], heads.heads[1]} == {PLANTED, COPIER}
+        assert weights[BIASED] < 0.1 * weights[PLANTED]
+    else:
+        assert heads.heads[0] == PLANTED
+        assert len(heads.heads) == QUICK.panel
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_held_out_ranking_by_the_planted_head_is_perfect(whole: Calibration, layout: str) -> None:
+    for view in ("query", "response"):
+        record: Any = whole.bank.head_sets[f"greedy.{view}.{layout}"].dev_metrics
+        assert record["samples"] == 8
+        assert record["aggregations"]["evidence"]["MAP"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
+        assert record["calibration_error"] < 0.15
+
+
+def test_the_default_is_the_first_of_those_with_the_highest_map(whole: Calibration) -> None:
+    for view, name in whole.bank.defaults.items():
+        rows = whole.bank.training["choice"][view]
+        assert [row["name"] for row in rows] == [
+            f"{detector}.{view}.{layout}"
+            for layout in LAYOUTS
+            for detector in ("expert", "weighted", "greedy", "contrastive", "qr", "icr")
+        ]
+        means = {row["name"]: row["MAP"]["mean"] for row in rows}
+        assert name == next(n for n, mean in means.items() if mean == max(means.values()))
+        heads: Any = whole.bank.head_sets[name]
+        row = next(row for row in rows if row["name"] == name)
+        assert row["MAP"] == heads.dev_metrics["aggregations"][heads.default_aggregation]["MAP"]
+        assert row["style"] == str(heads.style)
+
+
+def test_the_choice_is_the_highest_map_wherever_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # What a set measures is set from outside; icr is no set of the bank, however good.
+    wanted = {"expert.joint": 0.5, "qr.joint": 0.7, "icr.joint": 0.9}
+    wanted |= {"expert.parallel": 0.4, "qr.parallel": 0.8, "icr.parallel": 0.9}
+    plain = module.select
+
+    def select(problem: Any, detector: str) -> Any:
+        found = plain(problem, detector)
+        mean = wanted[f"{detector}.{problem.statistics.style.layout}"]
+        return replace(found, metrics={"MAP": {"mean": mean, "low": mean, "high": mean}})
+
+    monkeypatch.setattr(module, "select", select)
+    config = replace(QUICK_CONFIG, detectors=("expert", "qr", "icr"))
+    result = run(planted_samples(4), tmp_path, config=config, voters={"bm25": oracle})
+    assert result.bank.defaults == {"query": "qr.query.parallel"}
+    # A fusion goes with the best set of its layout.
+    assert {f.name: f.head_set for f in result.bank.fusions.values()} == {
+        "fusion.query.joint": "qr.query.joint",
+        "fusion.query.parallel": "qr.query.parallel",
+    }
+    assert not [name for name in result.bank.head_sets if name.startswith("icr")]
+
+
+def test_a_bank_has_its_fusions_and_curves(whole: Calibration) -> None:
+    assert set(whole.bank.fusions) == {f"fusion.{v}.{la}" for v in ("query", "response") for la in LAYOUTS}
+    for fusion in whole.bank.fusions.values():
+        assert fusion.voters == ("bm25",)
+        assert fusion.dev_metrics["MAP"]["mean"] == 1.0  # type: ignore[index]
+    curves = whole.bank.training["curves"]
+    assert set(curves) == {
+        *(f"layers.{v}.{la}" for v in ("query", "response") for la in LAYOUTS),
+        *(f"tokens.response.{la}" for la in LAYOUTS),
+    }
+    # The planted head is in the second of three layers.
+    greedy = [row["greedy"]["MAP"]["mean"] for row in curves["layers.query.parallel"]]
+    assert greedy[0] < 0.6 and greedy[1:] == [1.0, 1.0]
+
+
+def test_the_record_says_how_the_bank_was_made(whole: Calibration) -> None:
+    record = whole.bank.training
+    assert record["placements"] == {"joint": 3, "parallel": "as given"}
+    assert record["sample_ids"] == [f"planted-{i}" for i in range(8)]
+    assert [style["layout"] for style in record["styles"]] == list(LAYOUTS)
+    assert record["selection"]["strengths"] == [0.1]
+    assert (record["data"], record["data_sha256"], record["rejected"]) == ("planted.jsonl", "0" * 64, {})
+
+
+def test_the_bank_fits_the_model_and_reads_back(whole: Calibration) -> None:
+    info = planted_runner()[0].info
+    loaded = banks.read(banks.find(whole.folder.parent, info))
+    banks.check(loaded, info)
+    assert (loaded.head_sets, loaded.fusions, loaded.defaults) == (
+        whole.bank.head_sets,
+        whole.bank.fusions,
+        whole.bank.defaults,
+    )
+    assert len(loaded.head_sets) == 5 * 4
+
+
+def test_a_voter_is_asked_once_for_a_sample(tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def voter(sample: Sample) -> Tensor:
+        asked.append(sample.id)
+        return oracle(sample)
+
+    run(planted_samples(3), tmp_path, voters={"bm25": voter})
+    assert sorted(asked) == [f"planted-{i}" for i in range(3)]
+
+
+# Stopped and started again
+
+
+@pytest.mark.parametrize("stop_after", [1, 5])
+def test_a_stopped_job_continues_and_writes_the_same_bytes(tmp_path: Path, stop_after: int) -> None:
     samples = planted_samples(4)
-    whole = run(runner, samples, tmp_path / "whole")
+    config = replace(QUICK_CONFIG, views=("query", "response"), detectors=("greedy",))
+    whole = run(samples, tmp_path / "whole", config=config, voters={"bm25": oracle})
     seen: list[bool] = []
 
     def stop(_: Sample, reused: bool) -> None:
@@ -109,166 +217,161 @@ def test_a_stopped_job_continues_and_writes_the_same_bytes(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(runner, samples, tmp_path / "resumed", on_sample=stop)
+        run(samples, tmp_path / "resumed", config=config, voters={"bm25": oracle}, on_sample=stop)
     assert not (tmp_path / "resumed" / whole.folder.name).exists()
     reused: list[bool] = []
     resumed = run(
-        runner, samples, tmp_path / "resumed", on_sample=lambda _, was_there: reused.append(was_there)
+        samples,
+        tmp_path / "resumed",
+        config=config,
+        voters={"bm25": oracle},
+        on_sample=lambda _, was_there: reused.append(was_there),
     )
-    assert reused == [i < stop_after for i in range(4)]
+    # Four samples in joint prompts, then four in parallel ones.
+    assert reused == [i < stop_after for i in range(8)]
     assert bank_bytes(resumed.folder) == bank_bytes(whole.folder)
 
 
-def test_other_thresholds_reuse_every_shard(planted: Any, tmp_path: Path) -> None:
-    runner, _ = planted
-    run(runner, planted_samples(3), tmp_path)
+def test_other_thresholds_and_voters_reuse_every_shard(tmp_path: Path) -> None:
+    run(planted_samples(3), tmp_path)
     reused: list[bool] = []
+    config = replace(QUICK_CONFIG, detectors=("greedy",), selection=replace(QUICK, tau_f=0.1, folds=2))
     run(
-        runner,
         planted_samples(3),
         tmp_path,
-        selection=SelectConfig(tau_f=0.1),
+        config=config,
+        voters={"bm25": oracle},
         on_sample=lambda _, was_there: reused.append(was_there),
     )
-    assert reused == [True] * 3
+    assert reused == [True] * 6
+
+
+def test_captures_may_lie_elsewhere(tmp_path: Path) -> None:
+    run(planted_samples(2), tmp_path / "banks", captures=tmp_path / "scratch")
+    assert [path.name for path in (tmp_path / "banks").iterdir()] == ["planted"]
+    assert len(list(tmp_path.glob("scratch/.captures/*/*.safetensors"))) == 4
+
+
+# What cannot be used
+
+
+def test_the_record_names_what_was_not_used(tmp_path: Path) -> None:
+    good = planted_samples(3)
+    gold = Document("amber", gold=True, relevance=1)
+    few = Sample("few", "amber?", (gold, Document("basalt")))
+    none = Sample("none", "amber?", (Document("basalt"), Document("cedar")))
+    result = run([few, none, *good], tmp_path)
+    assert result.rejected == {"too_few_distractors": ["few"], "no_gold": ["none"]}
+    # One distractor is enough for a parallel prompt.
+    assert result.bank.training["sample_ids"] == ["few", *(sample.id for sample in good)]
+    assert result.used == 4
+    alone = run([few, *good], tmp_path / "joint", config=replace(QUICK_CONFIG, styles=JOINT_ONLY))
+    assert alone.bank.training["sample_ids"] == [sample.id for sample in good]
+
+
+def unlabelled(sample: Sample) -> Sample:
+    return replace(sample, documents=tuple(replace(d, gold=False, relevance=0) for d in sample.documents))
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"placements": 2}, {"views": ("query",)}, {"seed": 1}, {"response_tokens": 3}],
-    ids=lambda change: next(iter(change)),
+    "samples",
+    [
+        [],
+        planted_samples(1),
+        [unlabelled(sample) for sample in planted_samples(3)],
+        [planted_samples(2)[0], unlabelled(planted_samples(2)[1])],
+        [replace(planted_samples(1)[0], id=str(i)) for i in range(4)],
+    ],
+    ids=["empty", "single", "no golds", "one with golds", "one question"],
 )
-def test_every_setting_of_the_capture_has_a_folder_of_its_own(
-    planted: Any, tmp_path: Path, change: Any
+def test_fewer_than_two_questions_are_refused_before_anything_is_captured(
+    tmp_path: Path, samples: list[Sample]
 ) -> None:
-    runner, _ = planted
-    base: dict[str, Any] = {"placements": 3, "views": ("query", "response"), "seed": 0, "response_tokens": 2}
-    a = capture_folder(tmp_path, runner.info, CaptureConfig(**base))
-    b = capture_folder(tmp_path, runner.info, CaptureConfig(**(base | change)))
-    assert a != b
+    with pytest.raises(DataError, match="at least 2"):
+        check_samples(samples, "file", QUICK_CONFIG)
+    with pytest.raises(DataError, match="at least 2"):
+        run(samples, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_unusable_samples_are_counted_by_reason(planted: Any, tmp_path: Path) -> None:
-    runner, _ = planted
-    good = planted_samples(2)
-    word = good[0].documents[0].text.split()[0]
-    bad = [
-        Sample("no-gold", "question", (Document("a"), Document("b"), Document("c"))),
-        Sample("all-gold", "question", (Document("a", gold=True), Document("b", gold=True))),
-        Sample("long", "question", (Document(f"{word} " * 100_000, gold=True), *[Document("b")] * 3)),
-    ]
-    result = run(runner, [*bad, *good], tmp_path, views=("query",))
-    assert result.rejected == {
-        "no_gold": ["no-gold"],
-        "too_few_distractors": ["all-gold"],
-        "too_long": ["long"],
-    }
-    assert result.used == 2
-    assert result.bank.training["sample_ids"] == [sample.id for sample in good]
-
-
-def test_a_file_without_usable_samples_is_an_error(planted: Any, tmp_path: Path) -> None:
-    runner, _ = planted
-    with pytest.raises(DataError, match="no_gold: 1"):
-        run(runner, [Sample("x", "question", (Document("a"), Document("b")))], tmp_path)
+def test_fewer_than_two_questions_that_fit_are_refused(tmp_path: Path) -> None:
+    first, second = planted_samples(2)
+    gold = next(d for d in second.documents if d.gold)
+    long = replace(gold, text="amber " * 5000)
+    second = replace(second, documents=(long, *[d for d in second.documents if not d.gold]))
+    with pytest.raises(DataError, match=r"1 of 2 samples can be used.*too_long: 1"):
+        run([first, second], tmp_path)
     assert list(tmp_path.glob("*/manifest.json")) == []
 
 
-def test_a_damaged_shard_is_named(planted: Any, tmp_path: Path) -> None:
-    runner, _ = planted
-    config = CaptureConfig(2, ("query",))
-    capture_samples(runner, planted_samples(1), config, tmp_path)
-    shard = next(tmp_path.glob("*.safetensors"))
-    shard.write_bytes(shard.read_bytes()[:50])
-    with pytest.raises(BankError, match=shard.name):
-        capture_samples(runner, planted_samples(1), config, tmp_path)
+def test_more_placements_than_two_questions_allow_are_refused() -> None:
+    samples = planted_samples(3, n_documents=6)
+    fits = CalibrateConfig(placements=5)
+    # Golds in turn one and two: 5, 4 and 5 distractors; two questions have 5 and so allow 6.
+    check_samples(samples, "file", replace(fits, placements=6))
+    for placements in (7, 99):
+        with pytest.raises(InputError) as caught:
+            check_samples(samples, "file", replace(fits, placements=placements))
+        assert (caught.value.field, caught.value.limit) == ("placements", 6)
+    check_samples(samples, "file", replace(fits, placements=99, styles=PARALLEL_ONLY))
 
 
-def test_the_bank_fits_the_model_and_reads_back(planted: Any, tmp_path: Path) -> None:
-    runner, _ = planted
-    result = run(runner, planted_samples(3), tmp_path)
-    loaded = banks.read(banks.find(tmp_path, runner.info))
-    banks.check(loaded, runner.info)
-    assert loaded.head_sets == result.bank.head_sets
-    assert set(loaded.head_sets) == {"expert.query", "expert.response"}
+def test_ids_that_repeat_are_refused() -> None:
+    with pytest.raises(DataError, match="same id"):
+        check_samples([replace(sample, id="x") for sample in planted_samples(2)], "file", QUICK_CONFIG)
 
 
-def test_layers_with_a_short_window_cannot_vote(planted: Any, tmp_path: Path) -> None:
-    runner, heads = planted
-    config = CaptureConfig(2, ("query",))
-    view: View = "query"
-    shards = capture_samples(runner, planted_samples(3), config, tmp_path)[0]
-    eligible = torch.ones(runner.info.n_layers, dtype=torch.bool)
-    eligible[heads["planted"].layer] = False
-    chosen = select(view_statistics(shards, view), view, SelectConfig(count=2), eligible).head_set
-    assert all(head.layer != heads["planted"].layer for head in chosen.heads)
+# Other models
 
 
 class Changed:
-    """A runner that differs from another in what is given."""
+    """The planted runner under another identity."""
 
-    def __init__(self, runner: HFRunner, info: ModelInfo | None = None, spoil: float | None = None) -> None:
-        self.runner, self.spoil = runner, spoil
-        self.info = info or runner.info
-        self.prompts = runner.prompts
+    def __init__(self, info: ModelInfo) -> None:
+        self._runner: HFRunner = planted_runner()[0]
+        self.info, self.prompts = info, self._runner.prompts
 
-    def capture_many(self, *args: Any, **kwargs: Any) -> list[Capture]:
-        captures = self.runner.capture_many(*args, **kwargs)
-        if self.spoil is not None:
-            mass = {view: rows.clone() for view, rows in captures[-1].mass.items()}
-            next(iter(mass.values()))[0, 0] = self.spoil
-            captures[-1] = replace(captures[-1], mass=mass)
-        return captures
+    def capture_many(self, requests: Sequence[CaptureRequest]) -> list[Capture]:
+        return self._runner.capture_many(requests)
 
 
-@pytest.mark.parametrize("views", [("query",), ("response",)])
-def test_windows_shorter_than_the_prompts_take_their_layers_out(
-    planted: Any, tmp_path: Path, views: tuple[View, ...]
-) -> None:
-    runner, heads = planted
+@pytest.mark.parametrize("view", ["query", "response"])
+def test_windows_shorter_than_the_prompts_take_their_layers_out(tmp_path: Path, view: View) -> None:
+    runner, _ = planted_runner()
     samples = planted_samples(3)
-    shards = capture_samples(
-        runner, samples, CaptureConfig(3, views, response_tokens=2), tmp_path / "shards"
-    )[0]
+    capture = CaptureConfig(3, (view,), response_tokens=2)
+    shards = capture_samples(runner, samples, capture, tmp_path / "shards")[0]
     # Exactly as long as the longest prompt: enough for the query, two tokens short for a response.
     window = max(shard.prompt_tokens for shard in shards)
-    windows = tuple(
-        window if layer == heads["planted"].layer else None for layer in range(runner.info.n_layers)
-    )
-    result = run(Changed(runner, replace(runner.info, windows=windows)), samples, tmp_path, views=views)  # type: ignore[arg-type]
-    chosen = result.bank.head_sets[f"expert.{views[0]}"].heads
-    assert (heads["planted"] in chosen) is (views == ("query",))
+    windows = tuple(window if layer == PLANTED.layer else None for layer in range(runner.info.n_layers))
+    config = replace(QUICK_CONFIG, views=(view,), styles=JOINT_ONLY)
+    result = run(samples, tmp_path, Changed(replace(runner.info, windows=windows)), config)
+    chosen = result.bank.head_sets[f"expert.{view}.joint"].heads
+    assert (PLANTED in chosen) is (view == "query")
 
 
-def test_a_model_that_sees_no_prompt_whole_is_an_error(planted: Any, tmp_path: Path) -> None:
-    runner, _ = planted
-    blind = replace(runner.info, windows=(8,) * runner.info.n_layers)
+@pytest.mark.parametrize(("share", "layers"), [(0.01, 1), (0.5, 2), (0.67, 2), (1.0, 3)])
+def test_the_layer_budget_counts_from_the_first(tmp_path: Path, share: float, layers: int) -> None:
+    runner, _ = planted_runner()
+    shards = capture_samples(runner, planted_samples(1), CaptureConfig(2, ("query",)), tmp_path)[0]
+    assert eligible_layers(runner.info, shards, 0, share).tolist() == [i < layers for i in range(3)]
+
+
+def test_heads_beyond_the_budget_do_not_vote(tmp_path: Path) -> None:
+    config = replace(QUICK_CONFIG, detectors=("expert", "greedy"), selection=replace(QUICK, max_layer=0.34))
+    result = run(planted_samples(3), tmp_path, config=config)
+    assert {head.layer for heads in result.bank.head_sets.values() for head in heads.heads} == {0}
+
+
+def test_a_model_that_sees_no_prompt_whole_is_an_error(tmp_path: Path) -> None:
+    blind = replace(planted_runner()[0].info, windows=(8,) * 3)
     with pytest.raises(DataError, match="no layer sees more than 8"):
-        run(Changed(runner, blind), planted_samples(2), tmp_path)  # type: ignore[arg-type]
+        run(planted_samples(2), tmp_path, Changed(blind))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_attention_that_is_not_finite_never_becomes_a_shard(
-    planted: Any, tmp_path: Path, value: float
-) -> None:
-    runner, _ = planted
-    sample = planted_samples(1)[0]
-    with pytest.raises(NonFiniteScore, match=sample.id):
-        run(Changed(runner, spoil=value), [sample], tmp_path)  # type: ignore[arg-type]
-    assert list(tmp_path.glob(".captures/*/*.safetensors")) == []
-
-
-def test_the_bank_of_another_model_is_not_replaced(planted: Any, tmp_path: Path) -> None:
-    runner, _ = planted
-    before = bank_bytes(run(runner, planted_samples(2), tmp_path).folder)
-    other = Changed(runner, replace(runner.info, config_hash="other"))
+def test_the_bank_of_another_model_is_not_replaced(tmp_path: Path) -> None:
+    before = bank_bytes(run(planted_samples(2), tmp_path).folder)
+    other = Changed(replace(planted_runner()[0].info, config_hash="other"))
     with pytest.raises(BankError, match="config_hash"):
-        run(other, planted_samples(2), tmp_path)  # type: ignore[arg-type]
-    assert bank_bytes(tmp_path / banks.slug(runner.info.model_id)) == before
-
-
-def test_all_placements_go_by_the_most_frequent_number_of_distractors() -> None:
-    def sample(distractors: int) -> Sample:
-        return Sample("s", "q", (Document("g", gold=True), *[Document("d")] * distractors))
-
-    assert all_placements([sample(8), sample(8), sample(6)]) == 9
+        run(planted_samples(2), tmp_path, other)
+    assert bank_bytes(tmp_path / "planted") == before

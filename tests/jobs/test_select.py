@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from headbank.jobs import detect, select as module
+from headbank.jobs import detect
+from headbank.jobs import select as module
 from headbank.jobs.detect import Problem, SelectConfig
 from headbank.jobs.select import HeldOut, calibration_error, fold_of, fuse, held_out, intervals, select
 from headbank.numerics.evidence import platt
@@ -217,7 +218,7 @@ def test_probabilities_are_those_of_held_out_log_odds() -> None:
     a, b = found.head_set.platt
     assert a > 0
     z = torch.cat([rows.flatten() for rows in found.held_out.z])
-    gold = torch.cat([g for g in problem.statistics.gold])
+    gold = torch.cat(list(problem.statistics.gold))
     p = platt(z, a, b)
     # Separable: the golds are sure, and the probabilities sum to what there is (the maximum of the likelihood).
     assert float(p[gold].min()) > 0.8 and float(p[~gold].max()) < 0.2

@@ -183,6 +183,17 @@ def test_the_last_written_token_is_computed_as_far_as_its_heads() -> None:
     assert work.calls["model.layers.1.mlp"] == work.calls["lm_head"] == passes - 1
 
 
+def test_the_last_tokens_of_mates_are_computed_as_far_as_the_deepest_of_them() -> None:
+    runner = tiny_runner("llama", DOUBLE)
+    requests = [
+        CaptureRequest(prompt(runner), heads, BOTH, 3)
+        for heads in ((HeadId(0, 1),), (HeadId(2, 0), HeadId(1, 1)))
+    ]
+    for capture, request in zip(runner.capture_many(requests), requests, strict=True):
+        assert len(capture.response) == 3
+        assert_same(capture, runner.capture(request), 1e-12)
+
+
 @pytest.mark.parametrize("style", STYLES, ids=str)
 def test_rows_are_weights_that_sum_to_one_over_what_was_seen(style: Any) -> None:
     runner = tiny_runner("llama", DOUBLE)

@@ -154,6 +154,16 @@ def test_windows_keep_the_style_of_the_heads(style: PromptStyle) -> None:
     assert {request.layout.style for request in runner.requests} == {style}
 
 
+def test_windows_leave_room_for_the_answer() -> None:
+    runner = Recording(small_runner(CONTEXT))
+    heads = fitted(view="response")
+    reranker = HeadReranker(runner, bank_of_sets(runner.info, [heads]), response_tokens=60)
+    # Few long documents a window, so that what is spared for labels is less than the answer takes.
+    reranker.rank(QUERY, [DOCUMENTS[1] * 2] * 7, RankOptions(view="response"))
+    assert len(runner.requests) > 2
+    assert all(request.layout.length + 60 <= CONTEXT for request in runner.requests)
+
+
 def test_a_question_without_tokens_is_ranked_in_windows_too() -> None:
     runner = small_runner(CONTEXT)
     reranker = HeadReranker(runner, bank_of_sets(runner.info, [fitted()]))

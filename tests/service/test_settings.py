@@ -154,6 +154,12 @@ def test_bank_of_another_model_stops_the_service_with_its_message(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_the_process_that_listens_loads_no_model_library():
+    code = "import sys, service.server; print({'torch', 'transformers'} & set(sys.modules))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert found.stdout.strip() == "set()"
+
+
 def test_missing_bank_is_said_so(tmp_path):
     with pytest.raises(BankError, match="no head bank for this model; make one with: headrank calibrate"):
         load_engine(Settings(model="fake", bank=tmp_path))
