@@ -11,7 +11,6 @@ import torch
 
 from headbank.types import JOINT, HeadId, ModelInfo, PromptLayout, PromptStyle, View
 
-
 NULL_QUERY = "N/A"
 """The content-free query whose attention is taken off by calibrated scores (ICR, arXiv 2410.02642)."""
 
