@@ -3,6 +3,7 @@
 import struct
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 
 from headbank.bank import Bank
 from headbank.errors import BankError
-from headbank.jobs.plots import EXPERT, FILL, head_map
+from headbank.jobs.plots import EXPERT, FILL, curve_plot, head_map
 from headbank.types import VIEWS, HeadId, HeadSet, PromptStyle, View
 from tests.bank.sample_bank import model_info, sample_bank
 
@@ -115,3 +116,65 @@ def test_maps_are_of_the_sets_layout_and_missing_ones_are_named(tmp_path: Path) 
     figure = head_map(sample_bank(maps=bank.maps | maps), parallel, tmp_path / "heads.png")
     frequency = panels(figure)[0].images[0].get_array()
     assert np.array_equal(np.asarray(frequency), maps["expert.query.parallel.frequency"].amin(0).numpy())
+
+
+def curve(kind: str, steps: int, base: float) -> list[dict[str, Any]]:
+    """Rows whose MAP rises by 0.1 a step, within 0.05."""
+    rows = []
+    for i in range(1, steps + 1):
+        mean = base + 0.1 * i
+        value = {"MAP": {"mean": mean, "low": mean - 0.05, "high": mean + 0.05}}
+        at: dict[str, Any] = {"layers": i, "share": i / 4} if kind == "layers" else {"tokens": 2**i}
+        rows.append(at | {"expert": value, "greedy": value})
+    return rows
+
+
+def with_curves(**curves: list[dict[str, Any]]) -> Bank:
+    named = {name.replace("_", "."): rows for name, rows in curves.items()}
+    choice = {"query": [{"name": "weighted.query.parallel", "MAP": {"mean": 0.62, "low": 0.5, "high": 0.7}}]}
+    return sample_bank(training={"curves": named, "choice": choice})
+
+
+def test_curves_are_drawn_with_their_intervals(tmp_path: Path) -> None:
+    bank = with_curves(
+        layers_query_joint=curve("layers", 4, 0.1),
+        layers_query_parallel=curve("layers", 3, 0.2),
+        tokens_response_joint=curve("tokens", 5, 0.3),
+    )
+    figure = curve_plot(bank, tmp_path / "new" / "curves.png")
+    assert png_size(tmp_path / "new" / "curves.png") == (1600, 600)
+    layers, tokens = figure.axes
+    assert (layers.get_title(), tokens.get_title()) == ("query view", "response view")
+    assert (layers.get_xlabel(), tokens.get_xlabel()) == ("share of the layers", "written tokens")
+    lines = {str(line.get_label()): line for line in layers.lines}
+    assert set(lines) == {f"{d}, {la}" for d in ("expert", "greedy") for la in ("joint", "parallel")}
+    assert np.allclose(lines["greedy, joint"].get_xdata(), [0.25, 0.5, 0.75, 1.0])
+    assert np.allclose(lines["greedy, joint"].get_ydata(), [0.2, 0.3, 0.4, 0.5])
+    assert np.allclose(lines["expert, parallel"].get_ydata(), [0.3, 0.4, 0.5])
+    joint, parallel = lines["expert, joint"], lines["expert, parallel"]
+    assert joint.get_color() == parallel.get_color() != lines["greedy, joint"].get_color()
+    assert joint.get_linestyle() != parallel.get_linestyle()
+    band = layers.collections[0].get_paths()[0].vertices
+    assert np.asarray(band)[:, 1].min() == pytest.approx(0.15)
+    assert np.asarray(band)[:, 1].max() == pytest.approx(0.55)
+    assert [float(x) for x in tokens.lines[0].get_xdata()] == [2, 4, 8, 16, 32]  # type: ignore[union-attr]
+
+
+def test_the_default_is_marked_at_the_layer_that_it_needs(tmp_path: Path) -> None:
+    layers = curve_plot(with_curves(layers_query_joint=curve("layers", 4, 0.1)), tmp_path / "c.png").axes[0]
+    stars = [artist for artist in layers.collections if isinstance(artist, PathCollection)]
+    assert [str(star.get_label()) for star in stars] == ["default: weighted.query.parallel"]
+    # Its deepest head is in the fifth of six layers.
+    assert np.allclose(np.asarray(stars[0].get_offsets()), [[5 / 6, 0.62]])
+
+
+def test_a_view_without_a_default_has_no_mark(tmp_path: Path) -> None:
+    figure = curve_plot(with_curves(layers_response_joint=curve("layers", 2, 0.1)), tmp_path / "c.png")
+    assert not [artist for artist in figure.axes[0].collections if isinstance(artist, PathCollection)]
+
+
+@pytest.mark.parametrize("training", [{}, {"curves": {}}])
+def test_a_bank_without_curves_says_so(tmp_path: Path, training: dict[str, Any]) -> None:
+    with pytest.raises(BankError, match="no curves"):
+        curve_plot(sample_bank(training=training), tmp_path / "c.png")
+    assert list(tmp_path.iterdir()) == []

@@ -139,7 +139,7 @@ def test_fusion_takes_the_embedding_model_that_it_was_fitted_with_and_shares_it(
     )
     assert loaded == []
     for layout in ("joint", "parallel", None):
-        methods.choose(job("fusion", layout=layout))
+        methods.choose(job("fusion", layout=layout)).rank(QUERY, DOCUMENTS, RankOptions(layout=layout))
     assert loaded == ["fitted"]
     methods.choose(job("dense")).rank(QUERY, DOCUMENTS, RankOptions())
     assert loaded == ["fitted", "mine"]
