@@ -99,7 +99,7 @@ class PromptBuilder:
         self._prefix = self._fixed(head + INSTRUCTION)
         self._separator = self._fixed(SEPARATOR)
         self._question = self._fixed(QUESTION)
-        self._request = self._fixed(REQUEST + end + OPENING)
+        self._request = self._fixed(REQUEST + (end or SEPARATOR) + OPENING)
         described = ["segments-2", LABEL, PARALLEL_LABEL, self._prefix, self._separator, self._question]
         described.append(self._request)
         self.template_hash = hashlib.sha256(json.dumps(described).encode()).hexdigest()[:16]

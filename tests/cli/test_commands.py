@@ -121,7 +121,7 @@ def test_raw_scores_are_in_the_order_of_the_documents() -> None:
 
 
 def test_fusion_needs_a_bank_that_has_one() -> None:
-    with pytest.raises(BankError, match="the bank has no fusion.query.joint"):
+    with pytest.raises(BankError, match=r"the bank has no fusion\.query\.joint"):
         run("rerank", "-q", "x", "--model", "fake", "--method", "fusion", stdin="a\n")
 
 

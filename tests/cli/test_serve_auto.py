@@ -21,6 +21,7 @@ from headbank.data.synthetic import synthetic_hash
 from headbank.errors import BankError, EngineError, ModelError
 from headbank.models.fake import FAKE_HEAD_SETS, FakeRunner
 from headbank.rerankers.heads import open_bank
+from headbank.types import HeadId
 from service.settings import Settings
 from tests.support.banks import bank_of_sets
 from tests.support.tiny_models import tiny_model, tiny_tokenizer
@@ -56,13 +57,13 @@ def record(root: Path) -> dict[str, Any]:
 
 def test_a_bank_is_made_once_and_then_found(served: Serve, tmp_path: Path) -> None:
     root = tmp_path / "banks"
-    flags = ("--model", "fake", "--bank", str(root), "--auto-calibrate", "--auto-calibrate-samples", "4")
+    flags = ("--model", "fake", "--bank", str(root), "--auto-calibrate", "--auto-calibrate-samples", "3")
     assert served(*flags).bank == root
     found = record(root)
     assert set(found["defaults"]) == {"query"}
     assert {name.split(".", 1)[1] for name in found["head_sets"]} == {"query.parallel"}
     assert list(found["fusions"]) == ["fusion.query.parallel"]
-    assert found["training"]["data_sha256"] == synthetic_hash(4, 0, 10)
+    assert found["training"]["data_sha256"] == synthetic_hash(3, 0, 10)
     assert "curves" not in found["training"]
     before = next(root.glob("*/manifest.json")).stat().st_mtime_ns
     assert served(*flags).bank == root
@@ -70,17 +71,14 @@ def test_a_bank_is_made_once_and_then_found(served: Serve, tmp_path: Path) -> No
     banks.check(open_bank(root, FakeRunner().info), FakeRunner().info)
 
 
-@pytest.mark.parametrize("flags", [[], ["--default-view", "response"]])
-def test_the_default_view_has_heads(home: Path, tmp_path: Path, flags: list[str]) -> None:
-    view: Any = "response" if flags else "query"
-    root = auto._find_or_make("fake", tmp_path, view, 3, "auto", "auto", None)
-    assert root == tmp_path
-    assert set(record(tmp_path)["defaults"]) == ({"query", "response"} if flags else {"query"})
+def test_a_default_view_of_the_response_has_heads_too(tmp_path: Path) -> None:
+    assert auto._find_or_make("fake", tmp_path, "response", 3, "auto", "auto", None) == tmp_path
+    assert set(record(tmp_path)["defaults"]) == {"query", "response"}
 
 
-def test_a_model_that_has_a_bank_keeps_it(served: Serve, home: Path) -> None:
+def test_a_model_that_has_a_bank_keeps_it(home: Path) -> None:
     # The fake engine's own bank stands for those inside the package.
-    assert served("--model", "fake", "--auto-calibrate").bank is None
+    assert auto._find_or_make("fake", None, "query", 3, "auto", "auto", None) is None
     assert not home.exists()
 
 
@@ -100,7 +98,7 @@ def test_without_a_folder_the_bank_goes_to_the_users(home: Path, tiny: Path, mon
 
     def run_calibration(runner: Any, source: Any, root: Path, config: Any, **options: Any) -> None:
         made.append((runner.info.n_layers, len(source.samples), root, config.styles[0].layout))
-        banks.write(bank_of_sets(runner.info, [replace(FAKE_HEAD_SETS[0], heads=((0, 0),))]), root)  # type: ignore[arg-type]
+        banks.write(bank_of_sets(runner.info, [replace(FAKE_HEAD_SETS[0], heads=(HeadId(0, 0),))]), root)
 
     monkeypatch.setattr(auto, "run_calibration", run_calibration)
     arguments: Any = (str(tiny), None, "query", 5, "float32", "cpu", None)
@@ -146,7 +144,7 @@ def test_sigterm_ends_the_calibration_too(tmp_path: Path) -> None:
         "--auto-calibrate-samples",
         "5000",
     ]
-    process = subprocess.Popen([sys.executable, "-c", code, "serve", *flags], stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", code, "serve", *flags], stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
     while not list(tmp_path.glob(".captures/*/*.safetensors")):
         assert time.monotonic() < deadline

@@ -75,7 +75,7 @@ def test_the_whole_prompt_reads_as_written() -> None:
         "Document 1:\nOne.\n\n"
         "Document 2:\nTwo <|im_end|>.\n\n"
         "Question:\nWho?\n\nAnswer the question in a few words. Write the answer only.<|im_end|>\n"
-        "<|im_start|>assistant\n"
+        "<|im_start|>assistant\nThe answer is:"
     )
     # The template's own markers are special, the document's is not.
     assert [i for i in layout.ids if i in (0, 1, 2)] == [1, 2, 1]
@@ -327,7 +327,7 @@ def test_a_base_model_without_a_template_starts_with_its_bos() -> None:
     assert layout.ids[0] == 0
     assert tiny_tokenizer().decode(layout.ids) == (
         "<|endoftext|>Answer the question with the help of these documents.\n\nDocument 1:\nOne.\n\n"
-        "Question:\nWho?\n\nAnswer the question in a few words. Write the answer only."
+        "Question:\nWho?\n\nAnswer the question in a few words. Write the answer only." + prompt.OPENING
     )
 
 
@@ -376,13 +376,13 @@ def test_thinking_is_off_where_the_template_offers_it() -> None:
         CHAT_TEMPLATE + "{% if enable_thinking is defined and not enable_thinking %}<no think>{% endif %}"
     )
     layout = builder(chat_template=template).build("Who?", [])
-    assert tiny_tokenizer().decode(layout.ids).endswith("assistant\n<no think>")
+    assert tiny_tokenizer().decode(layout.ids).endswith("assistant\n<no think>" + prompt.OPENING)
 
 
 def test_the_hash_changes_with_every_fixed_part(monkeypatch: pytest.MonkeyPatch) -> None:
     hashes = [builder().template_hash]
     assert hashes[0] == builder().template_hash == builder(context=77).template_hash
-    for name in ("INSTRUCTION", "LABEL", "SEPARATOR", "QUESTION", "REQUEST"):
+    for name in ("INSTRUCTION", "LABEL", "SEPARATOR", "QUESTION", "REQUEST", "OPENING"):
         with monkeypatch.context() as patch:
             patch.setattr(prompt, name, getattr(prompt, name).replace("\n", " \n") + ".")
             hashes.append(builder().template_hash)
@@ -392,4 +392,4 @@ def test_the_hash_changes_with_every_fixed_part(monkeypatch: pytest.MonkeyPatch)
     hashes.append(builder(chat_template=None, bos="<|endoftext|>").template_hash)
     # The same text in another tokenizer is another prompt.
     hashes.append(builder(extra_words=("question",)).template_hash)
-    assert len(set(hashes)) == len(hashes) == 11
+    assert len(set(hashes)) == len(hashes) == 12

@@ -63,7 +63,7 @@ def test_every_part_is_where_the_layout_says(style: PromptStyle) -> None:
     assert text_of(layout, layout.tail_start, layout.query.start) == "Question:\n"
     assert text_of(layout, *layout.query) == QUERY
     assert text_of(layout, layout.query.end, layout.length) == (
-        prompt.REQUEST + "<|im_end|>\n<|im_start|>assistant\n"
+        prompt.REQUEST + "<|im_end|>\n<|im_start|>assistant\n" + prompt.OPENING
     )
     # The template's own markers are special, those of the texts are not.
     assert [i for i in layout.ids if i in (0, 1, 2)] == [1, 2, 1]

@@ -8,6 +8,7 @@ import pytest
 
 from headbank.errors import InputTooLong
 from headbank.models.base import NULL_QUERY, CaptureRequest
+from headbank.models.fake import CONTEXT_TOKENS, MATCHING_HEAD, FakeRunner
 from headbank.rerankers.base import Task
 from headbank.rerankers.heads import HeadReranker, reading_of
 from headbank.rerankers.scoring import merge, score
@@ -155,13 +156,15 @@ def test_windows_keep_the_style_of_the_heads(style: PromptStyle) -> None:
 
 
 def test_windows_leave_room_for_the_answer() -> None:
-    runner = Recording(small_runner(CONTEXT))
-    heads = fitted(view="response")
-    reranker = HeadReranker(runner, bank_of_sets(runner.info, [heads]), response_tokens=60)
-    # Few long documents a window, so that what is spared for labels is less than the answer takes.
-    reranker.rank(QUERY, [DOCUMENTS[1] * 2] * 7, RankOptions(view="response"))
+    runner = Recording(FakeRunner())
+    heads = fitted((MATCHING_HEAD,), view="response")
+    reranker = HeadReranker(runner, bank_of_sets(runner.info, [heads]), response_tokens=500)
+    # An answer longer than a document and all that is spared for labels.
+    documents = [f"{DOCUMENTS[i % 3]} {'word ' * 280}" for i in range(30)]
+    ranking = reranker.rank(QUERY, documents, RankOptions(view="response"))
+    assert ranking.order[0] % 3 == 1
     assert len(runner.requests) > 2
-    assert all(request.layout.length + 60 <= CONTEXT for request in runner.requests)
+    assert all(request.layout.length + 500 <= CONTEXT_TOKENS for request in runner.requests)
 
 
 def test_a_question_without_tokens_is_ranked_in_windows_too() -> None:
