@@ -224,7 +224,8 @@ class HeadVote:
 
     head: HeadId
     mass: tuple[float, ...]
-    """Attention on each document, summed over its tokens, averaged over the source rows. [D]"""
+    """Attention on each document, summed over its tokens, averaged over the source rows; for a set ranked in windows,
+    over the attention on the prompt's fixed parts. [D]"""
     mean: tuple[float, ...]
     """`mass` divided by the number of tokens. [D]"""
     ranks: tuple[int, ...]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from headbank.errors import InputError
 from headbank.jobs.evaluate import Method
 from headbank.models.base import HeadRunner
 from headbank.models.loading import load_runner
@@ -83,6 +84,10 @@ def _add_head_methods(
             options = RankOptions(view=view)
             if name == "fusion":
                 fusion = loaded.fusion(view)
+                if "dense" in fusion.voters and fusion.dense_model != built.described.get("dense_model"):
+                    raise InputError(
+                        "dense-model", f"fusion {fusion.name} needs dense with {fusion.dense_model}"
+                    )
                 reranker = HeadReranker(runner, loaded, response_tokens=response_tokens)
                 row = FusionReranker(reranker, loaded, baselines)
                 heads = loaded.head_sets[fusion.head_set]

@@ -71,7 +71,7 @@ _STOP_WORDS = frozenset(
 
 
 def _token_id(word: str) -> int:
-    return zlib.crc32(word.lower().encode())
+    return zlib.crc32(word.lower().encode(errors="surrogatepass"))
 
 
 def _mark_id(mark: str) -> int:

@@ -3,8 +3,8 @@
 A head's attention on a document is `exp(q.k)` summed over the document's tokens, divided by the softmax
 denominator over the whole prompt. The denominator grows with every other document, so masses of different
 requests cannot be compared. Divided by the mass on reference tokens that every prompt has (its prefix and
-tail), the denominator cancels: where documents do not see each other, z does not depend on which others came
-along at all, and elsewhere hardly.
+tail), the denominator cancels, exactly for a single source row and nearly for a mean over several, whose
+denominators differ: z hardly depends on which other documents came along.
 """
 
 from collections.abc import Sequence

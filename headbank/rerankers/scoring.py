@@ -68,7 +68,13 @@ def evidence(heads: HeadSet, reading: Reading, voters: Sequence[HeadId]) -> Tens
     rows = [heads.heads.index(head) for head in voters]
     mean, std = (torch.tensor(values, dtype=torch.float64)[rows] for values in (heads.z_mean, heads.z_std))
     z = standardise(log_odds(reading.mass, reading.reference, reading.lengths, heads.exponent), mean, std)
-    weights = torch.tensor(heads.weights, dtype=torch.float64)[rows] if heads.weights else None
+    if not heads.weights:
+        return combine(z)
+    every = torch.tensor(heads.weights, dtype=torch.float64)
+    weights = every[rows]
+    if len(rows) < len(every):
+        # So that z stays on the scale of the set's probabilities.
+        weights = weights * (every.abs().sum() / weights.abs().sum().clamp(min=1e-12))
     return combine(z, weights)
 
 

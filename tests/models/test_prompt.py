@@ -327,7 +327,7 @@ def test_a_base_model_without_a_template_starts_with_its_bos() -> None:
     assert layout.ids[0] == 0
     assert tiny_tokenizer().decode(layout.ids) == (
         "<|endoftext|>Answer the question with the help of these documents.\n\nDocument 1:\nOne.\n\n"
-        "Question:\nWho?\n\nAnswer the question in a few words. Write the answer only." + prompt.OPENING
+        "Question:\nWho?\n\nAnswer the question in a few words. Write the answer only.\n\n" + prompt.OPENING
     )
 
 
