@@ -1,8 +1,9 @@
 """`headrank evaluate`: compare methods on labelled questions."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,6 +24,10 @@ from headbank.cli.common import (
 from headbank.data.readers import data_hash, read_samples
 from headbank.errors import InputError
 from headbank.models.catalogue import DEFAULT_EMBEDDING, DEFAULT_MODEL
+from headbank.types import Sample
+
+if TYPE_CHECKING:
+    from headbank.jobs.evaluate import Method
 
 EVALUATED = (
     "heads",
@@ -62,6 +67,13 @@ def evaluate_command(
     latency_questions: Annotated[
         int, typer.Option(help="Questions ranked once more, method by method, to time whole calls.", min=0)
     ] = 5,
+    stability: Annotated[
+        int,
+        typer.Option(
+            help="Questions whose first 16 documents are also ranked in two halves, to see how many pairs flip.",
+            min=0,
+        ),
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Seeds the intervals and the tests.")] = 0,
     json_out: Annotated[
         Path | None, typer.Option("--json", help="Write everything as JSON to this file.")
@@ -112,6 +124,8 @@ def evaluate_command(
             )
         results.append(result)
         found = {"data_sha256": data_hash(path), **result.to_json(seed)}
+        if stability:
+            found["stability"] = _stability(built.methods, samples[:stability], seed)
         content["data"][path.name] = found
         _print(console, path.name, found)
     if len(results) > 1:
@@ -120,6 +134,19 @@ def evaluate_command(
         _print_tests(console, f"all {sum(r.questions for r in results)} questions pooled", tests)
     if json_out is not None:
         json_out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _stability(methods: Sequence["Method"], samples: Sequence[Sample], seed: int) -> dict[str, Any]:
+    """Share of pairs that flip when 16 documents are ranked in two halves, for the bank's default sets."""
+    from headbank.jobs.stability import split_stability
+    from headbank.rerankers.heads import HeadReranker
+
+    found = {}
+    for method in methods:
+        if method.label.startswith("heads") and isinstance(method.reranker, HeadReranker):
+            result = split_stability(method.reranker, samples, method.options, seed)
+            found[method.label] = {"questions": result.questions, **result.flipped}
+    return found
 
 
 def _print(console: Console, name: str, content: dict[str, Any]) -> None:
@@ -140,6 +167,12 @@ def _print(console: Console, name: str, content: dict[str, Any]) -> None:
         table.add_row(label, *cells, f"{latency['median']:.3f}" if latency else "-")
     console.print(table)
     _print_tests(console, name, content["p_values"])
+    for label, flips in content.get("stability", {}).items():
+        console.print(
+            f"{label}: {flips['mean']:.2%} [{flips['low']:.2%}, {flips['high']:.2%}] of pairs flip when 16 documents "
+            f"are split in two ({flips['questions']} questions)",
+            soft_wrap=True,
+        )
     for reason, ids in content["skipped"].items():
         console.print(f"left out, {reason}: {len(ids)}")
 

@@ -107,15 +107,10 @@ def calibrate(
         shards, refused = capture_samples(runner, samples, capture, folder, on_sample)
         for reason, ids in refused.items():
             rejected.setdefault(reason, []).extend(i for i in ids if i not in rejected.get(reason, []))
-        if len({by_id[shard.sample_id].question for shard in shards}) < 2:
-            reasons = ", ".join(f"{reason}: {len(ids)}" for reason, ids in sorted(refused.items()))
-            raise DataError(
-                data_name,
-                f"{len(shards)} of {len(samples)} samples can be used, calibration needs samples of at least 2 "
-                f"questions ({reasons})",
-            )
-        used.update(shard.sample_id for shard in shards)
-        scores = {name: [voter(by_id[shard.sample_id]) for shard in shards] for name, voter in voters.items()}
+        usable = [by_id[shard.sample_id] for shard in shards]
+        _check_usable(usable, len(samples), refused, data_name)
+        used.update(sample.id for sample in usable)
+        scores = {name: [voter(sample) for sample in usable] for name, voter in voters.items()}
         for view in config.views:
             _select_view(runner.info, shards, view, style, config, scores, dense_model, found)
     bank = Bank(
@@ -130,16 +125,8 @@ def calibrate(
             "data_sha256": data_hash,
             "sample_ids": [sample.id for sample in samples if sample.id in used],
             "rejected": rejected,
-            "views": list(config.views),
-            "styles": [asdict(style) for style in config.styles],
-            "placements": {
-                style.layout: _placements(samples, style, config) or "as given" for style in config.styles
-            },
-            "response_tokens": config.response_tokens,
-            "seed": config.seed,
-            "selection": describe(config.selection),
-            "versions": {name: version(name) for name in ("headrank", "torch", "transformers")},
-        },
+        }
+        | _settings(samples, config),
     )
     return Calibration(write(bank, root), bank, len(used), rejected)
 
@@ -165,6 +152,33 @@ def check_samples(samples: Sequence[Sample], data_name: str, config: CalibrateCo
     asked = max(_placements(samples, style, config) for style in config.styles)
     if asked > most:
         raise InputError("placements", f"are {asked}, at least two questions allow only up to {most}", most)
+
+
+def _check_usable(
+    usable: Sequence[Sample], given: int, refused: Mapping[str, Sequence[str]], data_name: str
+) -> None:
+    if len({sample.question for sample in usable}) < 2:
+        reasons = ", ".join(f"{reason}: {len(ids)}" for reason, ids in sorted(refused.items()))
+        raise DataError(
+            data_name,
+            f"{len(usable)} of {given} samples can be used, calibration needs samples of at least 2 questions "
+            f"({reasons})",
+        )
+
+
+def _settings(samples: Sequence[Sample], config: CalibrateConfig) -> dict[str, Any]:
+    """The part of the training record that the caller chose."""
+    return {
+        "views": list(config.views),
+        "styles": [asdict(style) for style in config.styles],
+        "placements": {
+            style.layout: _placements(samples, style, config) or "as given" for style in config.styles
+        },
+        "response_tokens": config.response_tokens,
+        "seed": config.seed,
+        "selection": describe(config.selection),
+        "versions": {name: version(name) for name in ("headrank", "torch", "transformers")},
+    }
 
 
 def _placements(samples: Sequence[Sample], style: PromptStyle, config: CalibrateConfig) -> int:

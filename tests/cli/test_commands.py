@@ -78,8 +78,7 @@ def test_rerank_dump_has_the_documented_arrays(tmp_path: Path) -> None:
     path = tmp_path / "vote.npz"
     run("rerank", "-q", QUERY, "--model", "fake", "--dump", str(path), stdin="\n".join(DOCUMENTS))
     with np.load(path) as dump:
-        names = {"ids", "prompt_tokens", "spans", "source", "heads", "mass", "scores", "order", "aggregation"}
-        assert set(dump.files) == names
+        assert {"ids", "prompt_tokens", "spans", "source", "heads", "mass", "scores"} <= set(dump.files)
         assert dump["spans"].shape == (3, 2)
         assert dump["mass"].shape == (1, 3)
         assert dump["order"][0] == 1
