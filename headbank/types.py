@@ -20,6 +20,12 @@ attention less that of a content-free query."""
 
 VIEWS: tuple[View, ...] = ("query", "response")
 LAYOUTS: tuple[Layout, ...] = ("joint", "parallel")
+Reweighting = Literal["frequency", "entropy"]
+"""ReAttn (arXiv 2602.19969): words of the query that many candidates share count less; so does a document whose
+attention rests on few tokens."""
+
+REWEIGHTINGS: tuple[Reweighting, ...] = ("frequency", "entropy")
+
 VOTES: tuple[Aggregation, ...] = ("borda", "rrf", "share")
 """The rules that compare the documents of one request."""
 
@@ -194,6 +200,8 @@ class HeadSet:
     """a and b of `P(relevant) = sigmoid(a z + b)` for the combined log-odds z."""
     response_tokens: int | None = None
     """Longest answer that the response view writes."""
+    reweighting: tuple[Reweighting, ...] = ()
+    """What is done to the attention on tokens before it is summed over a document; `calibrated` does without."""
     dev_metrics: dict[str, object] = field(default_factory=dict)
 
 

@@ -325,6 +325,8 @@ def reading_of(
         lengths=torch.tensor([span.length for span in layout.documents], dtype=torch.long),
         token_mass=_document_tokens(mass, layout),
         null_mass=null_mass,
+        token_ids=tuple(i for span in layout.documents for i in layout.ids[span.start : span.end]),
+        query_ids=layout.ids[slice(*layout.query)],
     )
 
 

@@ -9,10 +9,11 @@ from torch import Tensor
 from headbank.errors import BankError
 from headbank.numerics.evidence import MASS_FLOOR, combine, log_odds, platt, standardise
 from headbank.numerics.icr import icr_scores
+from headbank.numerics.reattn import reattn_mass
 from headbank.numerics.spans import span_mean
 from headbank.numerics.voting import vote_order
 from headbank.rerankers.base import by_score
-from headbank.types import Aggregation, HeadId, HeadSet, Span
+from headbank.types import Aggregation, HeadId, HeadSet, Reweighting, Span
 
 
 @dataclass(frozen=True)
@@ -29,22 +30,31 @@ class Reading:
     """Attention on every document token, documents after one another. [n, sum of lengths]"""
     null_mass: Tensor | None = None
     """The same from the content-free query. [n, sum of lengths]"""
+    token_ids: tuple[int, ...] = ()
+    """The document tokens themselves. [sum of lengths]"""
+    query_ids: tuple[int, ...] = ()
 
     def spans(self) -> list[Span]:
         """Where the tokens of each document lie in `token_mass`. [D]"""
         ends = self.lengths.cumsum(0).tolist()
         return [Span(end - length, end) for end, length in zip(ends, self.lengths.tolist(), strict=True)]
 
-    def of(self, rows: Sequence[int]) -> "Reading":
-        """The reading of some of the heads."""
-        index = list(rows)
-        return replace(
-            self,
-            mass=self.mass[index],
-            reference=self.reference[index],
-            token_mass=None if self.token_mass is None else self.token_mass[index],
-            null_mass=None if self.null_mass is None else self.null_mass[index],
+    def reweighted(self, how: Sequence[Reweighting]) -> "Reading":
+        """With the mass of every document summed over reweighted tokens (`headbank.numerics.reattn`)."""
+        if not how:
+            return self
+        assert self.token_mass is not None, "reweighting needs the attention on every token"
+        spans = self.spans()
+        ids = [self.token_ids[span.start : span.end] for span in spans]
+        mass = reattn_mass(
+            self.token_mass,
+            spans,
+            ids,
+            self.query_ids,
+            frequency="frequency" in how,
+            entropy="entropy" in how,
         )
+        return replace(self, mass=mass)
 
 
 @dataclass(frozen=True)
@@ -65,6 +75,7 @@ def evidence(heads: HeadSet, reading: Reading, voters: Sequence[HeadId]) -> Tens
     """
     if not heads.z_mean:
         raise BankError(f"head set {heads.name}: evidence was not fitted; recalibrate")
+    reading = reading.reweighted(heads.reweighting)
     rows = [heads.heads.index(head) for head in voters]
     mean, std = (torch.tensor(values, dtype=torch.float64)[rows] for values in (heads.z_mean, heads.z_std))
     z = standardise(log_odds(reading.mass, reading.reference, reading.lengths, heads.exponent), mean, std)
@@ -93,6 +104,7 @@ def score(
         assert reading.token_mass is not None and reading.null_mass is not None, "the N/A pass is missing"
         z = icr_scores(reading.token_mass, reading.null_mass, reading.spans())
         return Scores(tuple(z.tolist()), by_score(z.tolist()), None)
+    reading = reading.reweighted(heads.reweighting)
     values, order = vote_order(span_mean(reading.mass, reading.lengths), rule)
     return Scores(tuple(values.tolist()), order, None)
 
@@ -111,6 +123,7 @@ def merge(parts: Sequence[tuple[Sequence[int], Reading]]) -> Reading:
     n_documents = 1 + max(i for indices, _ in parts for i in indices)
     tokens: list[list[Tensor]] = [[] for _ in range(n_documents)]
     nulls: list[list[Tensor]] = [[] for _ in range(n_documents)]
+    ids: list[tuple[int, ...]] = [()] * n_documents
     lengths = torch.zeros(n_documents, dtype=torch.long)
     for indices, reading in parts:
         assert reading.token_mass is not None
@@ -119,6 +132,7 @@ def merge(parts: Sequence[tuple[Sequence[int], Reading]]) -> Reading:
         for index, span in zip(indices, reading.spans(), strict=True):
             tokens[index].append(odds[:, span.start : span.end])
             lengths[index] = span.length
+            ids[index] = reading.token_ids[span.start : span.end]
             if reading.null_mass is not None:
                 null = reading.null_mass / reference
                 nulls[index].append(null[:, span.start : span.end])
@@ -130,4 +144,6 @@ def merge(parts: Sequence[tuple[Sequence[int], Reading]]) -> Reading:
         lengths=lengths,
         token_mass=torch.cat(means, dim=-1),
         null_mass=torch.cat(null_means, dim=-1) if null_means else None,
+        token_ids=tuple(i for found in ids for i in found),
+        query_ids=parts[0][1].query_ids,
     )

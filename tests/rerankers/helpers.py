@@ -77,6 +77,8 @@ def evidence_by_hand(
 ) -> list[float]:
     """Combined log-odds of every document, by the definition."""
     scores = []
+    present = sum(abs(heads.weights[heads.heads.index(head)]) for head in voters) if heads.weights else 1.0
+    scale = sum(map(abs, heads.weights)) / present if heads.weights else 1.0
     for i, length in enumerate(lengths):
         total = 0.0
         for row, head in enumerate(voters):
@@ -84,7 +86,7 @@ def evidence_by_hand(
             odds = math.log(max(masses[row][i], 1e-9) / max(length, 1) ** heads.exponent)
             odds -= math.log(max(references[row], 1e-9))
             z = (odds - heads.z_mean[at]) / heads.z_std[at]
-            total += heads.weights[at] * z if heads.weights else z / len(voters)
+            total += heads.weights[at] * scale * z if heads.weights else z / len(voters)
         scores.append(total)
     return scores
 

@@ -1,7 +1,9 @@
 """From readings to scores, and from the readings of windows to one: against plain loops."""
 
+import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -99,17 +101,6 @@ def test_attention_that_is_not_finite_is_refused(rule: Aggregation, bad: float) 
         score(fitted(), reading, VOTERS, rule)
 
 
-def test_a_reading_of_some_heads_has_their_rows() -> None:
-    reading = random_reading(2, [3, 2])
-    some = reading.of([2, 0])
-    for name in ("mass", "reference", "token_mass", "null_mass"):
-        whole = getattr(reading, name)
-        assert torch.equal(getattr(some, name), torch.stack([whole[2], whole[0]]))
-    assert torch.equal(some.lengths, reading.lengths)
-    bare = Reading(reading.mass, reading.reference, reading.lengths).of([1])
-    assert (bare.token_mass, bare.null_mass) == (None, None)
-
-
 @pytest.mark.parametrize("null", [True, False], ids=["null", "no null"])
 def test_merged_windows_are_means_of_odds(null: bool) -> None:
     chance = random.Random(4)
@@ -159,3 +150,36 @@ def test_a_window_whose_prefix_and_tail_got_nothing_does_not_break_the_others() 
     assert merged.mass[0, 2].item() == pytest.approx(
         (seeing.mass[0, 1] / seeing.reference[0]).item(), rel=1e-12
     )
+
+
+def test_reweighted_sets_rank_by_reweighted_mass() -> None:
+    # Two documents, token 7 is the query's and in both: its weight is log 2 / log 3. Token 8 is in one only.
+    weight = math.log(2) / math.log(3)
+    token_mass = torch.tensor([[0.2, 0.1, 0.1, 0.3]], dtype=torch.float64)
+    reading = Reading(
+        mass=torch.tensor([[0.3, 0.4]], dtype=torch.float64),
+        reference=torch.tensor([0.3], dtype=torch.float64),
+        lengths=torch.tensor([2, 2]),
+        token_mass=token_mass,
+        token_ids=(8, 7, 9, 7),
+        query_ids=(7, 8),
+    )
+    heads = HeadSet(
+        "expert.query.joint",
+        "expert",
+        "query",
+        (HeadId(0, 0),),
+        "evidence",
+        exponent=0.0,
+        z_mean=(0.0,),
+        z_std=(1.0,),
+        reweighting=("frequency",),
+    )
+    z = evidence(heads, reading, heads.heads)
+    expected = [math.log((0.2 + 0.1 * weight) / 0.3), math.log((0.1 + 0.3 * weight) / 0.3)]
+    assert z.tolist() == pytest.approx(expected, abs=1e-12)
+    # Votes see the same masses.
+    assert score(heads, reading, heads.heads, "borda").order == (1, 0)
+    strong = replace(reading, token_mass=torch.tensor([[0.25, 0.1, 0.05, 0.32]], dtype=torch.float64))
+    assert score(replace(heads, reweighting=()), strong, heads.heads, "borda").order == (1, 0)
+    assert score(heads, strong, heads.heads, "borda").order == (0, 1)
