@@ -12,7 +12,7 @@ from headbank.errors import InputError, InputTooLong
 from headbank.models.base import Capture, CaptureRequest
 from headbank.rerankers.base import Task
 from headbank.rerankers.heads import HeadReranker, reading_of
-from headbank.rerankers.scoring import Reading, Scores, score
+from headbank.rerankers.scoring import Reading, Scores, score, voter_weights
 from headbank.types import HeadId, HeadSet, PromptLayout, RankOptions
 
 Arrays = dict[str, Any]
@@ -99,13 +99,12 @@ def _vote(
     if scores.raw is None:
         return arrays
     rows = [heads.heads.index(head) for head in voters]
-    weights = heads.weights or (1 / len(rows),) * len(heads.heads)
     return arrays | {
         "raw_scores": scores.raw.numpy(),
         "exponent": np.array(heads.exponent),
         "z_mean": np.array(heads.z_mean)[rows],
         "z_std": np.array(heads.z_std)[rows],
-        "weights": np.array(weights)[rows],
+        "weights": voter_weights(heads, voters).numpy(),
         "platt": np.array(heads.platt or (1.0, 0.0)),
     }
 

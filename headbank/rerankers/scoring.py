@@ -79,14 +79,22 @@ def evidence(heads: HeadSet, reading: Reading, voters: Sequence[HeadId]) -> Tens
     rows = [heads.heads.index(head) for head in voters]
     mean, std = (torch.tensor(values, dtype=torch.float64)[rows] for values in (heads.z_mean, heads.z_std))
     z = standardise(log_odds(reading.mass, reading.reference, reading.lengths, heads.exponent), mean, std)
+    return combine(z, voter_weights(heads, voters))
+
+
+def voter_weights(heads: HeadSet, voters: Sequence[HeadId]) -> Tensor:
+    """Weights [n] of the voters' standardised log-odds: equal ones that add up to 1, or the set's.
+
+    Where some of the set's heads do not vote, the others take over their share, so that z stays on the scale of the
+    set's probabilities.
+    """
     if not heads.weights:
-        return combine(z)
+        return torch.full((len(voters),), 1 / len(voters), dtype=torch.float64)
     every = torch.tensor(heads.weights, dtype=torch.float64)
-    weights = every[rows]
-    if len(rows) < len(every):
-        # So that z stays on the scale of the set's probabilities.
-        weights = weights * (every.abs().sum() / weights.abs().sum().clamp(min=1e-12))
-    return combine(z, weights)
+    weights = every[[heads.heads.index(head) for head in voters]]
+    if len(weights) == len(every):
+        return weights
+    return weights * (every.abs().sum() / weights.abs().sum().clamp(min=1e-12))
 
 
 def score(

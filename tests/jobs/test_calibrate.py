@@ -305,15 +305,15 @@ def test_fewer_than_two_questions_that_fit_are_refused(tmp_path: Path) -> None:
 
 
 def test_more_placements_than_two_questions_allow_are_refused() -> None:
+    # Golds in turn one and two: 5, 4 and 5 distractors. Two questions allow 5 placements, with the third 6.
     samples = planted_samples(3, n_documents=6)
-    fits = CalibrateConfig(placements=5)
-    # Golds in turn one and two: 5, 4 and 5 distractors; two questions have 5 and so allow 6.
-    check_samples(samples, "file", replace(fits, placements=6))
-    for placements in (7, 99):
-        with pytest.raises(InputError) as caught:
-            check_samples(samples, "file", replace(fits, placements=placements))
-        assert (caught.value.field, caught.value.limit) == ("placements", 6)
-    check_samples(samples, "file", replace(fits, placements=99, styles=PARALLEL_ONLY))
+    for n, most in ((2, 5), (3, 6)):
+        check_samples(samples[:n], "file", CalibrateConfig(placements=most))
+        for placements in (most + 1, 99):
+            with pytest.raises(InputError) as caught:
+                check_samples(samples[:n], "file", CalibrateConfig(placements=placements))
+            assert (caught.value.field, caught.value.limit) == ("placements", most)
+    check_samples(samples, "file", CalibrateConfig(placements=99, styles=PARALLEL_ONLY))
 
 
 def test_ids_that_repeat_are_refused() -> None:

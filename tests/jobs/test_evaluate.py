@@ -107,7 +107,9 @@ def on_heads(runner: FakeRunner, views: Sequence[View]) -> list[Method]:
 def test_all_methods_on_heads_read_one_capture_and_a_second_run_reads_none(tmp_path: Path) -> None:
     runner = CountingRunner()
     methods = on_heads(runner, ("query", "response"))
-    methods.append(Method("icr", methods[0].reranker, RankOptions(), icr_set(runner.info, PromptStyle("parallel"))))
+    methods.append(
+        Method("icr", methods[0].reranker, RankOptions(), icr_set(runner.info, PromptStyle("parallel")))
+    )
     results = []
     for _ in range(2):
         results.append(

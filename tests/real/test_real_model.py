@@ -17,6 +17,7 @@ from headbank.cli import app
 from headbank.data.demo import load_demo
 from headbank.models.catalogue import resolve
 from headbank.models.gguf import gguf_file, unpacked
+from tests.support.recompute import masses
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
 
@@ -44,13 +45,13 @@ def test_demo_ends_in_a_ranking(real_model: str) -> None:
     assert int(total) == sum(len(question.expected) for question in load_demo())
 
 
-@pytest.mark.parametrize("view", ["query", "response"])
-def test_rerank_puts_the_answer_first(real_model: str, tmp_path: Path, view: str) -> None:
+@pytest.mark.parametrize("method", ["heads", "fusion", "icr"])
+def test_rerank_puts_the_answer_first(real_model: str, tmp_path: Path, method: str) -> None:
     source = tmp_path / "documents.txt"
     source.write_text("\n".join(DOCUMENTS))
-    result = json.loads(run("rerank", str(source), "-q", QUERY, "--view", view, "--json", "--explain"))
+    result = json.loads(run("rerank", str(source), "-q", QUERY, "--method", method, "--json", "--explain"))
     assert result["results"][0]["index"] == 1
-    assert len(result["votes"]) == 5
+    assert len(result["votes"]) >= 5
 
 
 def test_a_real_vote_recomputed_by_plain_transformers(real_model: str, tmp_path: Path) -> None:
@@ -63,14 +64,11 @@ def test_a_real_vote_recomputed_by_plain_transformers(real_model: str, tmp_path:
     folder = Path(resolve(real_model))
     weights = gguf_file(folder)
     model = AutoModelForCausalLM.from_pretrained(
-        unpacked(weights) if weights else folder, dtype=torch.float32, attn_implementation="eager"
+        unpacked(weights) if weights else folder, dtype=torch.float32
     )
-    with torch.no_grad():
-        attentions = model(torch.from_numpy(dump["ids"])[None], output_attentions=True).attentions
-    for row, (layer, head) in enumerate(dump["heads"]):
-        mean = attentions[layer][0, head, dump["source"]].double().mean(0)
-        mass = [float(mean[start:end].sum()) for start, end in dump["spans"]]
-        np.testing.assert_allclose(mass, dump["mass"][row], atol=1e-5)
+    mass, reference = masses(model, dump)
+    np.testing.assert_allclose(mass, dump["mass"], atol=1e-5)
+    np.testing.assert_allclose(reference, dump["reference"], atol=1e-5)
 
 
 def test_cohere_client_gets_the_answer_first(real_server: str) -> None:
@@ -89,10 +87,13 @@ def test_tei_call_gets_the_answer_first(real_server: str) -> None:
     assert int(answer.headers["x-compute-tokens"]) > 30
 
 
-@pytest.mark.parametrize("method", ["heads", "bm25"])
+@pytest.mark.parametrize("method", ["heads", "fusion", "icr", "llm", "bm25"])
 def test_methods_by_name(real_server: str, method: str) -> None:
     answer = post(real_server, "/v2/rerank", {"query": QUERY, "documents": DOCUMENTS, "method": method})
-    assert answer.json()["results"][0]["index"] == 1
+    results = answer.json()["results"]
+    assert sorted(result["index"] for result in results) == [0, 1, 2]
+    # A model this small cannot write a ranking of its own.
+    assert results[0]["index"] == 1 or method == "llm"
 
 
 def test_the_same_request_gives_the_same_results(real_server: str) -> None:
