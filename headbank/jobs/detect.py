@@ -183,36 +183,43 @@ def greedy(problem: Problem, index: Tensor) -> HeadSet:
 
 
 def weighted(problem: Problem, index: Tensor) -> HeadSet:
-    """L2-regularised weights over the evidence of all heads; strength and exponent by cross-validation inside.
+    """L2-regularised weights over the evidence of all heads; first exponent, then strength by cross-validation inside.
 
     Heads come in the order of what they count.
     """
     rows = problem.rows()
     config = problem.config
-    middle = problem.statistics.placements // 2
-    best: tuple[float, float, float] | None = None
-    for exponent in config.exponents:
-        odds = [problem.statistics.log_odds(exponent)[int(i)][middle, rows] for i in index]
-        mean, std = moments(odds)
-        # One prompt a sample: placements of one question must not lie in different folds.
-        features = [standardise(z, mean, std) for z in odds]
-        gold = [problem.statistics.gold[int(i)] for i in index]
-        folds = min(config.folds, len(features))
-        if folds < 2:
-            best = (0.0, exponent, config.strengths[0])
-            continue
-        strength, precision = choose_strength(
-            features, gold, config.strengths, folds=folds, seed=config.seed, loss="listwise"
+    exponent, strength = config.exponents[0], config.strengths[0]
+    if len(index) > 1:
+        usual = config.strengths[len(config.strengths) // 2]
+        exponent = max(
+            config.exponents, key=lambda e: (_inner_precision(problem, index, rows, e, (usual,))[1], -e)
         )
-        if best is None or precision > best[0]:
-            best = (precision, exponent, strength)
-    assert best is not None, "at least one exponent is tried"
-    features, gold = _features(problem, index, rows, best[1])
-    weights = fit_weights(features, gold, strength=best[2], loss="listwise")
+        strength, _ = _inner_precision(problem, index, rows, exponent, config.strengths)
+    features, gold = _features(problem, index, rows, exponent)
+    weights = fit_weights(features, gold, strength=strength, loss="listwise")
     order = weights.abs().argsort(descending=True, stable=True)
     heads = [problem.statistics.heads[rows[i]] for i in order.tolist()]
     return _head_set(
-        problem, index, "weighted", heads, "evidence", exponent=best[1], weights=weights[order].tolist()
+        problem, index, "weighted", heads, "evidence", exponent=exponent, weights=weights[order].tolist()
+    )
+
+
+def _inner_precision(
+    problem: Problem, index: Tensor, rows: list[int], exponent: float, strengths: Sequence[float]
+) -> tuple[float, float]:
+    """The best of some strengths and its mean average precision, cross-validated within the samples."""
+    middle = problem.statistics.placements // 2
+    # One prompt a sample: placements of one question must not lie in different folds.
+    odds = [problem.statistics.log_odds(exponent)[int(i)][middle, rows] for i in index]
+    mean, std = moments(odds)
+    return choose_strength(
+        [standardise(z, mean, std) for z in odds],
+        [problem.statistics.gold[int(i)] for i in index],
+        strengths,
+        folds=min(problem.config.folds, len(index)),
+        seed=problem.config.seed,
+        loss="listwise",
     )
 
 

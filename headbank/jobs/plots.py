@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import MaxNLocator, ScalarFormatter
+from matplotlib.ticker import MaxNLocator
 
 from headbank.bank import Bank
 from headbank.errors import BankError
@@ -23,7 +23,7 @@ CURVE_METRIC = "MAP"
 _WIDTH_INCHES, _MIN_HEIGHT_INCHES = 12.8, 7.2
 # Rows below this height would let the names of neighbouring layers overlap.
 _ROW_INCHES, _MARGINS_INCHES = 0.15, 1.8
-_CURVES_INCHES = 4.8
+_CURVES_INCHES = 5.6
 
 _MARKS: dict[str, dict[str, Any]] = {
     EXPERT: {"marker": "o", "facecolors": "white", "edgecolors": "black"},
@@ -100,9 +100,9 @@ def curve_plot(bank: Bank, path_png: Path) -> Figure:
         else:
             axes.set_xlabel("written tokens")
             axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(ScalarFormatter())
+            axes.xaxis.set_major_formatter("{x:g}")
         axes.grid(alpha=0.3)
-        axes.legend(loc="lower right", fontsize=8)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, fontsize=8)
     row[0].set_ylabel(f"{CURVE_METRIC} on held-out samples")
     path_png.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path_png, format="png")

@@ -62,7 +62,7 @@ def bootstrap_interval(
     if array.min() == array.max():
         return float(array[0]), float(array[0])
     rng = np.random.default_rng(seed)
-    means = [array[rng.integers(array.size, size=array.size)].mean() for _ in range(resamples)]
+    means = array[rng.integers(array.size, size=(resamples, array.size))].mean(axis=1)
     low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
     return float(low), float(high)
 

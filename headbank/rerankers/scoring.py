@@ -76,10 +76,16 @@ def evidence(heads: HeadSet, reading: Reading, voters: Sequence[HeadId]) -> Tens
     if not heads.z_mean:
         raise BankError(f"head set {heads.name}: evidence was not fitted; recalibrate")
     reading = reading.reweighted(heads.reweighting)
-    rows = [heads.heads.index(head) for head in voters]
+    rows = _rows(heads, voters)
     mean, std = (torch.tensor(values, dtype=torch.float64)[rows] for values in (heads.z_mean, heads.z_std))
     z = standardise(log_odds(reading.mass, reading.reference, reading.lengths, heads.exponent), mean, std)
     return combine(z, voter_weights(heads, voters))
+
+
+def _rows(heads: HeadSet, voters: Sequence[HeadId]) -> list[int]:
+    """Places of the voters in the set."""
+    place = {head: row for row, head in enumerate(heads.heads)}
+    return [place[head] for head in voters]
 
 
 def voter_weights(heads: HeadSet, voters: Sequence[HeadId]) -> Tensor:
@@ -91,7 +97,7 @@ def voter_weights(heads: HeadSet, voters: Sequence[HeadId]) -> Tensor:
     if not heads.weights:
         return torch.full((len(voters),), 1 / len(voters), dtype=torch.float64)
     every = torch.tensor(heads.weights, dtype=torch.float64)
-    weights = every[[heads.heads.index(head) for head in voters]]
+    weights = every[_rows(heads, voters)]
     if len(weights) == len(every):
         return weights
     return weights * (every.abs().sum() / weights.abs().sum().clamp(min=1e-12))

@@ -142,7 +142,7 @@ def test_curves_are_drawn_with_their_intervals(tmp_path: Path) -> None:
         tokens_response_joint=curve("tokens", 5, 0.3),
     )
     figure = curve_plot(bank, tmp_path / "new" / "curves.png")
-    assert png_size(tmp_path / "new" / "curves.png") == (1600, 600)
+    assert png_size(tmp_path / "new" / "curves.png") == (1600, 700)
     layers, tokens = figure.axes
     assert (layers.get_title(), tokens.get_title()) == ("query view", "response view")
     assert (layers.get_xlabel(), tokens.get_xlabel()) == ("share of the layers", "written tokens")
