@@ -154,7 +154,7 @@ class Result(BaseModel):
     index: int = Field(description="Position in the request, from 0.")
     relevance_score: float = Field(
         description="From 0 to 1, except with `raw_scores` and the aggregation `calibrated`. Comparable within one "
-        "answer; between answers too with the aggregation `evidence` and the method fusion."
+        "answer; between answers too with the aggregation `evidence`."
     )
     document: dict[str, Any] | None = Field(None, description="Only present when asked for; has `text`.")
     votes: list[Vote] | None = Field(None, description="Only present with `explain`.")

@@ -125,7 +125,7 @@ def evaluate_command(
         results.append(result)
         found = {"data_sha256": data_hash(path), **result.to_json(seed)}
         if stability:
-            found["stability"] = _stability(built.methods, samples[:stability], seed)
+            found["stability"] = _stability(built.methods, samples, stability, seed)
         content["data"][path.name] = found
         _print(console, path.name, found)
     if len(results) > 1:
@@ -136,15 +136,18 @@ def evaluate_command(
         json_out.write_text(json.dumps(content, indent=1) + "\n")
 
 
-def _stability(methods: Sequence["Method"], samples: Sequence[Sample], seed: int) -> dict[str, Any]:
-    """Share of pairs that flip when 16 documents are ranked in two halves, for the bank's default sets."""
-    from headbank.jobs.stability import split_stability
+def _stability(
+    methods: Sequence["Method"], samples: Sequence[Sample], count: int, seed: int
+) -> dict[str, Any]:
+    """Share of pairs that flip when 16 documents are ranked in two halves, for the bank's default sets; empty where no
+    question has so many."""
+    from headbank.jobs.stability import split_stability, splittable
     from headbank.rerankers.heads import HeadReranker
 
-    found = {}
-    for method in methods:
+    found: dict[str, Any] = {}
+    for method in methods if splittable(samples) else ():
         if method.label.startswith("heads") and isinstance(method.reranker, HeadReranker):
-            result = split_stability(method.reranker, samples, method.options, seed)
+            result = split_stability(method.reranker, samples, method.options, count, seed)
             found[method.label] = {"questions": result.questions, **result.flipped}
     return found
 

@@ -77,7 +77,7 @@ def _add_head_methods(
             style = loaded.head_set("query").style if loaded else JOINT
             icr = HeadReranker(runner, None, detector="icr", name="icr")
             options = RankOptions(layout=style.layout)
-            built.methods.append(Method("icr", icr, options, icr_set(runner.info, style)))
+            built.methods.append(Method(f"icr ({style})", icr, options, icr_set(runner.info, style)))
         if name not in FROM_BANK or loaded is None:
             continue
         for view in views:

@@ -155,7 +155,7 @@ def kept_bytes(
     graph = PromptGraph(documents, depth)
     for request in requests:
         graph.add(request.layout, {}, TokenMass(0), "response" in request.views)
-    tokens = sum(len(node.ids) for _, kept in passes(graph.nodes) for node in kept)
+    tokens = sum(len(node.ids) for _, kept, _ in passes(graph.nodes) for node in kept)
     return tokens * depth * layer_bytes(stage)
 
 

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -204,6 +205,7 @@ def _select_view(
     problem = Problem(view_statistics(shards, view, style, tokens), selection, eligible)
     rows = found.training["choice"][view]
     best: Selected | None = None
+    precision = -1.0
     for detector in config.detectors:
         chosen = select(problem, detector)
         found.selected[chosen.head_set.name] = chosen
@@ -211,8 +213,10 @@ def _select_view(
         rows.append({"name": chosen.head_set.name, "style": str(style), **metrics})
         if chosen.counts:
             found.training.setdefault("counts", {})[problem.name("expert")] = chosen.counts
-        if detector != "icr" and (best is None or metrics["MAP"]["mean"] > best.metrics["MAP"]["mean"]):
-            best = chosen
+        # Fusion weighs a set's evidence, whatever the set's own rule is.
+        by_evidence = float(np.mean(chosen.held_out.values["evidence"]["MAP"]))
+        if detector != "icr" and by_evidence > precision:
+            best, precision = chosen, by_evidence
     assert best is not None, "icr alone makes no bank"
     if voters:
         fusion = fuse(problem, best.head_set, best.held_out.z, voters, dense_model)

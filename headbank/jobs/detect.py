@@ -197,6 +197,8 @@ def weighted(problem: Problem, index: Tensor) -> HeadSet:
         )
         strength, _ = _inner_precision(problem, index, rows, exponent, config.strengths)
     features, gold = _features(problem, index, rows, exponent)
+    # The loss is a sum over prompts, and the strength was chosen with one prompt a sample.
+    strength /= problem.statistics.placements
     weights = fit_weights(features, gold, strength=strength, loss="listwise")
     order = weights.abs().argsort(descending=True, stable=True)
     heads = [problem.statistics.heads[rows[i]] for i in order.tolist()]

@@ -228,7 +228,8 @@ def _fit_fusion(
     gold = [problem.statistics.gold[i] for i in samples for _ in features[i]]
     mean, std = moments(rows)
     standard = [standardise(x, mean, std) for x in rows]
-    weights = fit_weights(standard, gold, strength=FUSION_STRENGTH, loss="listwise", nonnegative=True)
+    strength = FUSION_STRENGTH / problem.statistics.placements
+    weights = fit_weights(standard, gold, strength=strength, loss="listwise", nonnegative=True)
     return mean, std, weights
 
 

@@ -25,13 +25,13 @@ class Stability:
 
 
 def split_stability(
-    reranker: HeadReranker, samples: Sequence[Sample], options: RankOptions, seed: int = 0
+    reranker: HeadReranker, samples: Sequence[Sample], options: RankOptions, count: int, seed: int = 0
 ) -> Stability:
-    """Rank the first 16 documents of every question that has them, whole and as two halves of 8, and compare z.
+    """Rank the first 16 documents of the first `count` questions that have so many, whole and in halves; compare z.
 
     Raises InputError when no question has 16 documents, and what ranking raises.
     """
-    chosen = [sample for sample in samples if len(sample.documents) >= SPLIT_DOCUMENTS]
+    chosen = splittable(samples)[:count]
     if not chosen:
         raise InputError("data", f"no question has {SPLIT_DOCUMENTS} documents", SPLIT_DOCUMENTS)
     by_evidence = replace(options, aggregation="evidence")
@@ -47,6 +47,11 @@ def split_stability(
         indices = list(range(SPLIT_DOCUMENTS))
         shares.append(flipped_pairs(whole, [(indices[:half], first), (indices[half:], second)]))
     return Stability(len(chosen), mean_with_interval(shares, seed))
+
+
+def splittable(samples: Sequence[Sample]) -> list[Sample]:
+    """The questions with at least 16 documents."""
+    return [sample for sample in samples if len(sample.documents) >= SPLIT_DOCUMENTS]
 
 
 def _z(result: Ranking | HeadRankError) -> torch.Tensor:

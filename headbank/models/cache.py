@@ -21,6 +21,7 @@ class CacheCounts:
     device_bytes: int
     host_bytes: int
     documents: int
+    """Stretches kept, prefixes among them."""
 
 
 def document_key(prefix: Sequence[int], document: Sequence[int]) -> str:
@@ -55,8 +56,11 @@ class DocumentCache:
                 len(self._device) + len(self._host),
             )
 
-    def get(self, key: str, depth: int) -> KeyValues | None:
-        """A document's keys and values of at least `depth` layers on the device, or None; counts as a use."""
+    def get(self, key: str, depth: int, *, counted: bool = True) -> KeyValues | None:
+        """A document's keys and values of at least `depth` layers on the device, or None; it is a use.
+
+        `counted` False leaves hits and misses as they are: for the prefix, which is no document.
+        """
         with self._lock:
             found = self._device.get(key)
             if found is None and key in self._host and len(self._host[key][0].layers) >= depth:
@@ -65,9 +69,9 @@ class DocumentCache:
                 found = _moved(kept, device)
                 self._keep(key, found)
             if found is None or len(found.layers) < depth:
-                self._misses += 1
+                self._misses += counted
                 return None
-            self._hits += 1
+            self._hits += counted
             if key in self._device:
                 self._device.move_to_end(key)
             return found

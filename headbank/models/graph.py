@@ -76,7 +76,8 @@ class PromptGraph:
         place = (ids, len(head), tuple(map(id, prefix)))
         if place not in self._shared:
             key = document_key(head, ids)
-            node = Node(ids, len(head), prefix, keep=True, computed=self._documents.get(key, self._depth))
+            known = self._documents.get(key, self._depth, counted=bool(head))
+            node = Node(ids, len(head), prefix, keep=True, computed=known)
             self._shared[place] = [node]
             if node.computed is None:
                 self._fresh[key] = node

@@ -182,8 +182,12 @@ class HFRunner:
         A response that is read has at least one token, so that there is a row.
         """
         for writing in writings:
-            kept = joined(writing.context)
-            writing.context = [Node((), 0, computed=kept)]
+            writing.context = [Node((), 0, keep=True, computed=joined(writing.context)), *writing.context]
+        for writing in writings:
+            # The joined copy is enough; stretches that several responses share are dropped once all are joined.
+            for node in writing.context[1:]:
+                node.computed = None
+            del writing.context[1:]
         alive = list(writings)
         while alive:
             nodes: dict[Node, _Writing] = {}
@@ -217,7 +221,7 @@ class HFRunner:
 
     def _run(self, nodes: Sequence[Node], stop_at: int | None) -> None:
         """Compute nodes, contexts before those who see them; nothing after the queries and keys of `stop_at`."""
-        for batch, kept in passes(nodes):
+        for batch, kept, spent in passes(nodes):
             packed = Pass(batch, kept, stop_at, self._model.device)
             last = packed.last_tokens()
             with tapping(packed, self.info.windows):
@@ -230,6 +234,8 @@ class HFRunner:
                 else:
                     self._model.base_model(**inputs)
             packed.finish()
+            for node in spent:
+                node.computed = None
 
     def _rows(self, total: TokenMass, chosen: tuple[HeadId, ...], by_layer: dict[int, Tensor]) -> Tensor:
         """Summed rows of the chosen heads in their order, [n, T]; zeros when there was no source row."""

@@ -269,11 +269,13 @@ class Pass:
         return _Batch(runs, context, known, torch.where(filled, index, begin[:, None]), filled, length)
 
 
-def passes(nodes: Sequence[Node], budget: int = PASS_TOKENS) -> Iterator[tuple[list[Node], list[Node]]]:
+def passes(
+    nodes: Sequence[Node], budget: int = PASS_TOKENS
+) -> Iterator[tuple[list[Node], list[Node], list[Node]]]:
     """Split nodes, contexts before those who see them, into passes of at most `budget` tokens.
 
-    Yields the nodes of each pass and those among them that are needed afterwards: their own `keep`, or a later
-    node's context. A single node may exceed the budget.
+    Yields the nodes of each pass; those among them that are needed afterwards, for their own `keep` or a later node's
+    context; and the nodes whose keys and values nobody needs after the pass. A single node may exceed the budget.
     """
     taken: list[list[Node]] = []
     size = 0
@@ -285,7 +287,8 @@ def passes(nodes: Sequence[Node], budget: int = PASS_TOKENS) -> Iterator[tuple[l
         size += len(node.ids)
     last_use = {seen: turn for turn, batch in enumerate(taken) for node in batch for seen in node.context}
     for turn, batch in enumerate(taken):
-        yield batch, [node for node in batch if node.keep or last_use.get(node, turn) > turn]
+        kept = [node for node in batch if node.keep or last_use.get(node, turn) > turn]
+        yield batch, kept, [node for node, use in last_use.items() if use == turn and not node.keep]
 
 
 def joined(nodes: Sequence[Node]) -> KeyValues:

@@ -67,7 +67,7 @@ class FusionReranker:
                 if task.documents:
                     prepared[i] = (fusion, self._heads.prepare(_with_evidence(task), heads))
                 else:
-                    results[i] = self._heads.empty(task, heads)
+                    results[i] = replace(self._heads.empty(task, heads), method=self.name)
             except HeadRankError as error:
                 results[i] = error
         started = time.perf_counter()

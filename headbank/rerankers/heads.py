@@ -36,6 +36,9 @@ SNIPPET_TOKENS = 24
 
 SNIPPETS_PER_DOCUMENT = 2
 
+EXPLAINED_HEADS = 16
+"""Most heads whose votes an explanation shows; a weighted panel has hundreds, and each has a number per document."""
+
 _LABEL_TOKENS = 8
 """Most tokens by which a document's label may differ between a window and the whole set."""
 
@@ -335,10 +338,12 @@ def _document_tokens(rows: Tensor, layout: PromptLayout) -> Tensor:
 
 
 def votes_of(voters: Sequence[HeadId], reading: Reading) -> tuple[HeadVote, ...]:
-    """How every voter ranks the documents."""
-    means = span_mean(reading.mass, reading.lengths)
+    """How the first `EXPLAINED_HEADS` voters rank the documents; sets list the heads that count most first."""
+    shown = voters[:EXPLAINED_HEADS]
+    mass = reading.mass[: len(shown)]
+    means = span_mean(mass, reading.lengths)
     places = ranks(means)
     return tuple(
-        HeadVote(head, tuple(reading.mass[i].tolist()), tuple(means[i].tolist()), tuple(places[i].tolist()))
-        for i, head in enumerate(voters)
+        HeadVote(head, tuple(mass[i].tolist()), tuple(means[i].tolist()), tuple(places[i].tolist()))
+        for i, head in enumerate(shown)
     )

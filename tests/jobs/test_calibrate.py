@@ -135,21 +135,26 @@ def test_the_choice_is_the_highest_map_wherever_it_comes_from(
     # What a set measures is set from outside; icr is no set of the bank, however good.
     wanted = {"expert.joint": 0.5, "qr.joint": 0.7, "icr.joint": 0.9}
     wanted |= {"expert.parallel": 0.4, "qr.parallel": 0.8, "icr.parallel": 0.9}
+    by_evidence = {"expert.joint": 0.3, "qr.joint": 0.4, "icr.joint": 1.0}
+    by_evidence |= {"expert.parallel": 0.6, "qr.parallel": 0.2, "icr.parallel": 1.0}
     plain = module.select
 
     def select(problem: Any, detector: str) -> Any:
         found = plain(problem, detector)
-        mean = wanted[f"{detector}.{problem.statistics.style.layout}"]
-        return replace(found, metrics={"MAP": {"mean": mean, "low": mean, "high": mean}})
+        layout = problem.statistics.style.layout
+        mean = wanted[f"{detector}.{layout}"]
+        values = {"evidence": {"MAP": [by_evidence[f"{detector}.{layout}"]]}}
+        metrics = {"MAP": {"mean": mean, "low": mean, "high": mean}}
+        return replace(found, metrics=metrics, held_out=replace(found.held_out, values=values))
 
     monkeypatch.setattr(module, "select", select)
     config = replace(QUICK_CONFIG, detectors=("expert", "qr", "icr"))
     result = run(planted_samples(4), tmp_path, config=config, voters={"bm25": oracle})
     assert result.bank.defaults == {"query": "qr.query.parallel"}
-    # A fusion goes with the best set of its layout.
+    # A fusion weighs evidence, so it goes with the set of its layout whose evidence ranks best.
     assert {f.name: f.head_set for f in result.bank.fusions.values()} == {
         "fusion.query.joint": "qr.query.joint",
-        "fusion.query.parallel": "qr.query.parallel",
+        "fusion.query.parallel": "expert.query.parallel",
     }
     assert not [name for name in result.bank.head_sets if name.startswith("icr")]
 

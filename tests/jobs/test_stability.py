@@ -33,7 +33,7 @@ def sample(n: int) -> Sample:
 
 def test_scores_that_mean_the_same_flip_nothing() -> None:
     reranker = Scripted(0.0)
-    result = split_stability(reranker, [sample(20), sample(3)], RankOptions())  # type: ignore[arg-type]
+    result = split_stability(reranker, [sample(20), sample(3)], RankOptions(), 9)  # type: ignore[arg-type]
     assert result.questions == 1
     assert result.flipped["mean"] == 0.0
     assert [len(task.documents) for task in reranker.seen] == [16, 8, 8]
@@ -42,13 +42,13 @@ def test_scores_that_mean_the_same_flip_nothing() -> None:
 
 def test_a_shifted_half_flips_the_pairs_across_it() -> None:
     # The first half moves above the whole second half: all 8 x 8 pairs across flip, of 16 * 15 / 2.
-    result = split_stability(Scripted(100.0), [sample(16)], RankOptions())  # type: ignore[arg-type]
+    result = split_stability(Scripted(100.0), [sample(16)], RankOptions(), 9)  # type: ignore[arg-type]
     assert result.flipped["mean"] == pytest.approx(64 / 120)
 
 
 def test_too_few_documents_are_an_error_that_names_the_limit() -> None:
     with pytest.raises(InputError, match=str(SPLIT_DOCUMENTS)):
-        split_stability(Scripted(0.0), [sample(15)], RankOptions())  # type: ignore[arg-type]
+        split_stability(Scripted(0.0), [sample(15)], RankOptions(), 9)  # type: ignore[arg-type]
 
 
 def test_an_error_of_ranking_is_raised() -> None:
@@ -57,4 +57,4 @@ def test_an_error_of_ranking_is_raised() -> None:
             return [InputTooLong("query", "too long", 1)] * len(tasks)
 
     with pytest.raises(InputTooLong):
-        split_stability(Failing(0.0), [sample(16)], RankOptions())  # type: ignore[arg-type]
+        split_stability(Failing(0.0), [sample(16)], RankOptions(), 9)  # type: ignore[arg-type]

@@ -50,12 +50,12 @@ def test_token_mass_counts_columns_that_are_not_there_as_zero() -> None:
 
 def test_passes_fill_the_budget_in_order() -> None:
     nodes = [node(n) for n in (4, 6, 1, 9, 25, 2, 0, 3)]
-    split = [[len(n.ids) for n in batch] for batch, _ in passes(nodes, 10)]
+    split = [[len(n.ids) for n in batch] for batch, _, _ in passes(nodes, 10)]
     assert split == [[4, 6], [1, 9], [25], [2, 0, 3]]
-    assert [n for batch, _ in passes(nodes, 10) for n in batch] == nodes
+    assert [n for batch, _, _ in passes(nodes, 10) for n in batch] == nodes
     assert list(passes([], 10)) == []
     within = [node(PASS_TOKENS - 1), node(1), node(1)]
-    assert [len(batch) for batch, _ in passes(within)] == [2, 1]
+    assert [len(batch) for batch, _, _ in passes(within)] == [2, 1]
 
 
 def test_passes_name_what_later_ones_need() -> None:
@@ -64,7 +64,7 @@ def test_passes_name_what_later_ones_need() -> None:
     c = node(4, 8, a, b)
     d = node(4, 12, c, keep=True)
     e = node(2, 0)
-    kept = [[n for n in (a, b, c, d, e) if n in needed] for _, needed in passes([a, b, c, d, e], 8)]
+    kept = [[n for n in (a, b, c, d, e) if n in needed] for _, needed, _ in passes([a, b, c, d, e], 8)]
     # b is seen by c in a later pass, a too; c is seen by d in its own pass only; d is wanted afterwards.
     assert kept == [[a, b], [d], []]
 
@@ -238,3 +238,13 @@ def test_what_was_computed_earlier_is_seen_as_what_stands_in_the_pass() -> None:
         rows.append(found.rows(2))
         assert rows[-1].shape == (4, 3, 23)
     torch.testing.assert_close(rows[0], rows[1], atol=1e-5, rtol=0)
+
+
+def test_stretches_are_spent_after_the_pass_of_their_last_use() -> None:
+    a = Node((1,) * 4, 0)
+    b = Node((2,) * 4, 4, (a,))
+    c = Node((3,) * 4, 8, (a, b), keep=True)
+    d = Node((4,) * 4, 12, (b, c))
+    spent = [nodes for _, _, nodes in passes([a, b, c, d], 4)]
+    # a is last seen by c, b by d; c is kept though d is the last to see it, and nobody sees d.
+    assert spent == [[], [], [a], [b]]
