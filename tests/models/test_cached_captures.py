@@ -88,8 +88,8 @@ def test_a_second_query_on_the_same_documents_computes_its_tail_only() -> None:
     )
     assert runner.documents is not None
     counts = runner.documents.counts
-    # Prefix and documents: four each for the first two, three for the third (b is asked for once).
-    assert (counts.hits, counts.misses, counts.documents) == (4 + 2, 4 + 1, 5)
+    # Three documents each for the first two, two for the third (b is asked for once). The prefix is kept, not counted.
+    assert (counts.hits, counts.misses, counts.documents) == (3 + 1, 3 + 1, 5)
     expected = tiny_runner("llama", torch.float64).capture(CaptureRequest(third))
     assert_same(runner.capture(CaptureRequest(third)), expected, 1e-12)
 
