@@ -24,7 +24,7 @@ from headbank.data.readers import data_hash, read_samples
 from headbank.data.synthetic import SYNTHETIC, generate, synthetic_hash
 from headbank.errors import InputError
 from headbank.models.catalogue import DEFAULT_EMBEDDING
-from headbank.types import LAYOUTS, PromptStyle, RankOptions, Sample
+from headbank.types import LAYOUTS, REWEIGHTINGS, PromptStyle, RankOptions, Sample
 
 if TYPE_CHECKING:
     from headbank.jobs.calibrate import CalibrateConfig, Calibration, Voter
@@ -79,6 +79,12 @@ def calibrate_command(
         str, typer.Option(help=f"Rankers that fusion puts beside the heads: {', '.join(VOTERS)}, or none.")
     ] = "bm25",
     dense_model: DenseModelOption = DEFAULT_EMBEDDING,
+    reweight: Annotated[
+        str,
+        typer.Option(
+            help=f"ReAttn's weights of tokens in the query view: {', '.join(REWEIGHTINGS)}, or none."
+        ),
+    ] = "none",
     max_layer: Annotated[
         float, typer.Option(help="Take heads from this share of the layers only: a faster model.", max=1)
     ] = 1.0,
@@ -128,7 +134,10 @@ def calibrate_command(
     from headbank.jobs.calibrate import CalibrateConfig, check_samples
     from headbank.jobs.detect import SelectConfig
 
-    selection = SelectConfig(count=heads, tau_f=tau_f, tau_p=tau_p, max_layer=max_layer, seed=seed)
+    reweighting = () if reweight == "none" else parse_names("reweight", reweight, REWEIGHTINGS)
+    selection = SelectConfig(
+        count=heads, tau_f=tau_f, tau_p=tau_p, max_layer=max_layer, reweighting=reweighting, seed=seed
+    )
     config = CalibrateConfig(styles, views, count, detectors, seed, response_tokens, selection, curves)
     check_samples(source.samples, source.name, config)
     opened = open_voters(names, dense_model, device)

@@ -75,12 +75,13 @@ def parse_choice(field: str, value: str | None, choices: Sequence[_Choice]) -> _
     raise InputError(field, f"must be one of {', '.join(choices)}")
 
 
-def parse_names(field: str, value: str, choices: Sequence[str]) -> tuple[str, ...]:
+def parse_names(field: str, value: str, choices: Sequence[_Choice]) -> tuple[_Choice, ...]:
     """Names separated by commas, each once, in the order given. Raises InputError naming the field and the choices."""
-    names = tuple(dict.fromkeys(name.strip() for name in value.split(",") if name.strip()))
-    if not names or not set(names) <= set(choices):
+    known: dict[str, _Choice] = {choice: choice for choice in choices}
+    names = dict.fromkeys(name.strip() for name in value.split(",") if name.strip())
+    if not names or not set(names) <= set(known):
         raise InputError(field, f"must name at least one of {', '.join(choices)}")
-    return names
+    return tuple(known[name] for name in names)
 
 
 def sample_progress() -> Progress:

@@ -24,7 +24,7 @@ from headbank.jobs.capture import (
 from headbank.jobs.curves import layer_curve, response_curve
 from headbank.jobs.detect import DETECTORS, Problem, SelectConfig
 from headbank.jobs.select import Selected, describe, fuse, select
-from headbank.jobs.statistics import view_statistics
+from headbank.jobs.statistics import ViewStatistics, view_statistics
 from headbank.models.base import HeadRunner
 from headbank.types import Fusion, ModelInfo, PromptStyle, Sample, View
 
@@ -202,7 +202,7 @@ def _select_view(
     selection = config.selection
     tokens = config.response_tokens if view == "response" else None
     eligible = eligible_layers(info, shards, tokens or 0, selection.max_layer)
-    problem = Problem(view_statistics(shards, view, style, tokens), selection, eligible)
+    problem = Problem(_statistics(shards, view, style, tokens, selection), selection, eligible)
     rows = found.training["choice"][view]
     best: Selected | None = None
     precision = -1.0
@@ -226,6 +226,12 @@ def _select_view(
         curves[problem.name("layers")] = layer_curve(problem)
         if view == "response":
             curves[problem.name("tokens")] = response_curve(problem)
+
+
+def _statistics(
+    shards: Sequence[Shard], view: View, style: PromptStyle, tokens: int | None, selection: SelectConfig
+) -> ViewStatistics:
+    return view_statistics(shards, view, style, tokens, selection.reweighting if view == "query" else ())
 
 
 def _default(found: _Found, view: View) -> str:

@@ -12,7 +12,7 @@ from headbank.numerics.contrastive import contrastive_score
 from headbank.numerics.evidence import moments, standardise
 from headbank.numerics.panels import choose_strength, fit_weights, greedy_panel, select_top
 from headbank.numerics.qr import qr_score
-from headbank.types import Aggregation, HeadId, HeadSet, View
+from headbank.types import Aggregation, HeadId, HeadSet, Reweighting, View
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class SelectConfig:
     """Of the samples against the prior, tried for `weighted`."""
     max_layer: float = 1.0
     """Heads are taken from this share of the layers, counted from the first."""
+    reweighting: tuple[Reweighting, ...] = ()
+    """ReAttn's reweighting of tokens, in the query view."""
     folds: int = 5
     k: int = 2
     """Depth of P@k, NDCG@k and R@k."""
@@ -98,6 +100,7 @@ def _head_set(
         z_std=tuple(std.tolist()),
         weights=tuple(weights),
         response_tokens=statistics.response_tokens,
+        reweighting=statistics.reweighting,
     )
 
 

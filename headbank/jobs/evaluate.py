@@ -242,7 +242,7 @@ def _rank_heads(
     voters = [head for head in heads.heads if (windows[head.layer] or needed) >= needed]
     if not voters:
         raise InputTooLong("documents", f"take {needed} tokens, no voting head sees them", needed)
-    statistics = view_statistics([shard], heads.view, heads.style, tokens)
+    statistics = view_statistics([shard], heads.view, heads.style, tokens, heads.reweighting)
     reading = statistics.reading(0, 0, voters, tokens=rule == "calibrated" and method.fusion is None)
     if method.fusion is not None:
         z = fused(method.fusion, evidence(heads, reading, voters), features)

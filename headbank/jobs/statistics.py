@@ -11,7 +11,7 @@ from headbank.numerics import activation
 from headbank.numerics.evidence import log_odds
 from headbank.numerics.spans import span_mean
 from headbank.rerankers.scoring import Reading
-from headbank.types import HeadId, PromptStyle, View
+from headbank.types import HeadId, PromptStyle, Reweighting, View
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +29,8 @@ class ViewStatistics:
     """One [P, L, H] float32 a sample."""
     gold: tuple[Tensor, ...]
     """[D] bool a sample."""
+    reweighting: tuple[Reweighting, ...] = ()
+    """What was done to the attention on tokens before it was summed into `mass`."""
     _log_odds: dict[float, list[Tensor]] = field(default_factory=dict)
 
     @property
@@ -71,14 +73,17 @@ class ViewStatistics:
         `tokens`: with the attention on every token, which only the query view has.
         """
         shard = self.shards[sample]
+        weighs = tokens or bool(self.reweighting)
         layers, numbers = [h.layer for h in heads], [h.head for h in heads]
         at = (placement, layers, numbers)
         return Reading(
             mass=self.mass[sample][at].to(torch.float64),
             reference=self.reference[sample][at].to(torch.float64),
             lengths=shard.lengths,
-            token_mass=shard.token_mass("query", at) if tokens else None,
+            token_mass=shard.token_mass("query", at) if weighs else None,
             null_mass=shard.token_mass("null", at) if tokens else None,
+            token_ids=tuple(shard.token_ids.tolist()) if weighs else (),
+            query_ids=tuple(shard.query_ids.tolist()) if weighs else (),
         )
 
 
@@ -99,21 +104,43 @@ class Activation:
 
 
 def view_statistics(
-    shards: Sequence[Shard], view: View, style: PromptStyle, response_tokens: int | None = None
+    shards: Sequence[Shard],
+    view: View,
+    style: PromptStyle,
+    response_tokens: int | None = None,
+    reweighting: tuple[Reweighting, ...] = (),
 ) -> ViewStatistics:
-    """Statistics of one view. Raises ValueError without shards."""
+    """Statistics of one view; only the query view can be reweighted. Raises ValueError without shards."""
     if not shards:
         raise ValueError("no usable calibration sample")
     found = [shard.attention(view, response_tokens) for shard in shards]
+    masses = [attention.mass for attention in found]
+    if reweighting:
+        masses = [_reweighted(shard, reweighting) for shard in shards]
     return ViewStatistics(
         view,
         style,
         tuple(shards),
         response_tokens,
-        tuple(attention.mass for attention in found),
+        tuple(masses),
         tuple(attention.reference for attention in found),
         tuple(shard.gold for shard in shards),
+        reweighting,
     )
+
+
+def _reweighted(shard: Shard, how: tuple[Reweighting, ...]) -> Tensor:
+    """Mass per document over reweighted tokens. [P, L, H, D] float64"""
+    tokens = shard.token_mass("query")
+    flat = Reading(
+        mass=torch.empty(0),
+        reference=torch.empty(0),
+        lengths=shard.lengths,
+        token_mass=tokens.flatten(0, 2),
+        token_ids=tuple(shard.token_ids.tolist()),
+        query_ids=tuple(shard.query_ids.tolist()),
+    )
+    return flat.reweighted(how).mass.reshape(*tokens.shape[:3], -1)
 
 
 def activation_of(statistics: ViewStatistics) -> Activation:

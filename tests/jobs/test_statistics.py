@@ -1,16 +1,20 @@
 """What shards say about heads is what a reranker would read."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from headbank.jobs.capture import AS_GIVEN, CaptureConfig, capture_samples
+from headbank.jobs.detect import Problem, SelectConfig
 from headbank.jobs.placements import placement_order, placement_positions
+from headbank.jobs.select import select
 from headbank.jobs.statistics import activation_of, view_statistics
 from headbank.models.base import NULL_QUERY, CaptureRequest
 from headbank.numerics.evidence import log_odds
 from headbank.rerankers.heads import reading_of
 from headbank.rerankers.scoring import Reading
-from headbank.types import JOINT, HeadId, PromptStyle, Sample
+from headbank.types import JOINT, HeadId, PromptStyle, Reweighting, Sample
 from tests.jobs.shards import planted_shards, shard_of, with_response
 from tests.support.planted import planted_runner, planted_samples
 from tests.support.planted_masses import HEADS, LAYERS, PLANTED, POSITION
@@ -123,3 +127,25 @@ def test_the_response_view_reads_the_first_written_tokens() -> None:
 def test_statistics_need_a_sample() -> None:
     with pytest.raises(ValueError, match="no usable"):
         view_statistics([], "query", JOINT)
+
+
+@pytest.mark.parametrize("how", [("frequency",), ("entropy",), ("frequency", "entropy")])
+def test_reweighted_statistics_are_what_a_reranker_makes_of_the_tokens(
+    how: tuple[Reweighting, ...], tmp_path: Path
+) -> None:
+    style = PromptStyle("parallel")
+    samples = planted_samples(4)
+    config = CaptureConfig(AS_GIVEN, ("query",), style)
+    shards, _ = capture_samples(planted_runner()[0], samples, config, tmp_path)
+    plain, statistics = (view_statistics(shards, "query", style, None, way) for way in ((), how))
+    assert not torch.allclose(statistics.mass[1].double(), plain.mass[1].double(), rtol=0.01)
+    order = tuple(range(len(samples[1].documents)))
+    live = live_reading(samples[1], order, style).reweighted(how)
+    found = statistics.reading(1, 0, CHOSEN, tokens=False)
+    # Tokens are kept to 0.05 %.
+    torch.testing.assert_close(found.mass, live.mass, atol=1e-7, rtol=1e-3)
+    # A second time changes nothing: the mass is always made of the tokens.
+    torch.testing.assert_close(found.reweighted(how).mass, found.mass, atol=1e-9, rtol=0)
+    eligible = torch.ones(plain.mass[0].shape[1], dtype=torch.bool)
+    chosen = select(Problem(statistics, SelectConfig(folds=2, exponents=(1.0,)), eligible), "expert").head_set
+    assert chosen.reweighting == how
