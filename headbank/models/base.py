@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from headbank.types import JOINT, HeadId, ModelInfo, PromptLayout, PromptStyle, View
+from headbank.types import JOINT, HeadId, ModelInfo, PromptLayout, PromptStyle, Span, View
 
 NULL_QUERY = "N/A"
 """The content-free query whose attention is taken off by calibrated scores (ICR, arXiv 2410.02642)."""
@@ -20,6 +20,13 @@ class User:
     """Text of a user inside a chat prompt: its special tokens stay text."""
 
     text: str
+
+
+def tail_position(style: PromptStyle, prefix_end: int, blocks: Sequence[Span], tail_start: int) -> int:
+    """Where the tail stands: in `parallel` after the longest of the blocks, which all begin at `prefix_end`."""
+    if style.layout == "parallel" and style.tail == "longest":
+        return prefix_end + max((block.length for block in blocks), default=0)
+    return tail_start
 
 
 @dataclass(frozen=True)

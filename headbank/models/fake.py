@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from headbank.errors import InputError, InputTooLong
-from headbank.models.base import Capture, CaptureRequest, User
+from headbank.models.base import Capture, CaptureRequest, User, tail_position
 from headbank.types import (
     JOINT,
     LAYOUTS,
@@ -148,13 +148,12 @@ class FakePrompts:
             spans.append(Span(len(ids), len(ids) + len(kept)))
             ids += kept
             blocks.append(Span(begin, len(ids)))
-        tail_start = tail_position = len(ids)
-        if parallel and style.tail == "longest":
-            tail_position = prefix_end + max((block.length for block in blocks), default=0)
+        tail_start = len(ids)
+        position = tail_position(style, prefix_end, blocks, tail_start)
         ids += self._encode(_QUESTION)
         query_span = Span(len(ids), len(ids) + len(question))
         ids += question + self._encode(_REQUEST)
-        _check_room(tail_position + len(ids) - tail_start, CONTEXT_TOKENS - reserve_tokens)
+        _check_room(position + len(ids) - tail_start, CONTEXT_TOKENS - reserve_tokens)
         return PromptLayout(
             tuple(ids),
             prefix_end,
@@ -164,7 +163,7 @@ class FakePrompts:
             tuple(cut),
             tuple(blocks),
             style,
-            tail_position,
+            position,
         )
 
     def chat(self, parts: Sequence[str | User]) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from threading import Lock
 from typing import Any
 
 from headbank.errors import InputError, InputTooLong, ModelError
-from headbank.models.base import User
+from headbank.models.base import User, tail_position
 from headbank.types import JOINT, PromptLayout, PromptStyle, Span
 
 INSTRUCTION = "Answer the question with the help of these documents.\n\n"
@@ -166,10 +166,8 @@ class PromptBuilder:
         ids += self._question
         query_span = Span(len(ids), len(ids) + len(question))
         ids += question + self._request
-        tail_position = tail_start
-        if style.layout == "parallel" and style.tail == "longest":
-            tail_position = prefix_end + max((block.length for block in blocks), default=0)
-        needed = tail_position + len(ids) - tail_start
+        position = tail_position(style, prefix_end, blocks, tail_start)
+        needed = position + len(ids) - tail_start
         room = self.context_tokens - reserve_tokens
         if needed > room:
             raise InputTooLong("documents", _too_long(len(documents), needed, room, style), room)
@@ -182,7 +180,7 @@ class PromptBuilder:
             tuple(cut),
             tuple(blocks),
             style,
-            tail_position,
+            position,
         )
 
     def chat(self, parts: Sequence[str | User]) -> tuple[int, ...]:
